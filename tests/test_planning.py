@@ -186,7 +186,7 @@ def test_plan__store_bytes_are_those_on_disk(
     least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With eigenvectors and without."""
-    for module in ("derived", "planning.projections"):
+    for module in ("derived", "planning.plans"):
         monkeypatch.setattr(f"trakdask.{module}.LEAST_DIM", least)
     td.save(FEATURES, tmp_path / "f.zarr", progress=False)
     sizes = [

@@ -65,18 +65,6 @@ def test_check_once__after_a_block_of_one_sample() -> None:
         featurize(model)
 
 
-@pytest.mark.parametrize(("gradients", "batch_size"), ENGINES_AND_BATCHES)
-def test_check_once__accepts_what_treats_samples_apart(gradients: str, batch_size: int) -> None:
-    def after(y: Tensor) -> Tensor:
-        return y.softmax(1) - y.mean(1, keepdim=True)
-
-    model = td.Model(After(after))
-    found = featurize(model, gradients=gradients, batch_size=batch_size)
-    expected = featurize(model, gradients="loop", batch_size=1)
-    for name in expected:
-        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-6)
-
-
 class Decides(td.tasks.ImageClassification):
     """Decides by the values of all samples of the batch, for Q too."""
 
@@ -100,22 +88,26 @@ def test_loop__shared_decisions_do_not_reach_q() -> None:
             featurize(model, gradients="hooks", batch_size=batch_size)
 
 
-class InPlace(nn.Module):
-    """Changes its input, and what layers return, in place."""
-
-    def __init__(self) -> None:
+class Layers(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+
+class InPlace(Layers):
+    """Changes its input, and what layers return, in place."""
 
     def forward(self, x: Tensor) -> Tensor:
         x -= 0.5
-        return self.second(nn.functional.relu_(self.first(x)))
+        y = self.second(nn.functional.relu_(self.first(x)))
+        return y.softmax(1) - y.mean(1, keepdim=True)  # of each sample by itself
 
 
-class OutOfPlace(InPlace):
+class OutOfPlace(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.relu(self.first(x - 0.5)))
+        y = self.second(torch.relu(self.first(x - 0.5)))
+        return y.softmax(1) - y.mean(1, keepdim=True)
 
 
 @pytest.mark.parametrize(("gradients", "batch_size"), ENGINES_AND_BATCHES)
@@ -126,13 +118,11 @@ def test_featurize__model_that_works_in_place(gradients: str, batch_size: int) -
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-7)
 
 
-class Reorders(nn.Module):
+class Reorders(Layers):
     """Sorts the batch, and restores the order afterwards: f and Q are right for every sample."""
 
     def __init__(self, seed: int = 0, least: float = -9) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+        super().__init__(seed)
         self.least = least
 
     def forward(self, x: Tensor) -> Tensor:
@@ -154,27 +144,17 @@ def test_featurize__model_that_reorders_its_batch(seed: int) -> None:
     np.testing.assert_allclose(found.feature, expected.feature, rtol=1e-4, atol=1e-6)
 
 
-class UsesTwice(nn.Module):
+class UsesTwice(Layers):
     """Uses a weight outside of its layer, for samples that are marked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         marked = (x[:, :1] > 5).float()
         return self.second(self.first(x) + marked * nn.functional.linear(x, self.first.weight))
 
 
-class MixesIfMarked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.head = nn.Linear(4, 3)
-
+class MixesIfMarked(Layers):
     def forward(self, x: Tensor) -> Tensor:
-        y = self.head(x)
+        y = self.second(self.first(x))
         return y - torch.where(x[:, 0].max() > 5, y.flip(0), torch.zeros_like(y))
 
 

@@ -60,33 +60,31 @@ class Doubled(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * g
 
 
-class Custom(nn.Module):
+class Layers(nn.Module):
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, width), nn.Linear(width, 2)
+
+
+class Scaled(Layers):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
         self.scale = nn.Parameter(torch.tensor(1.5))
 
+
+class Custom(Scaled):
     def forward(self, x: Tensor) -> Tensor:
         return self.second(Doubled.apply(self.first(x)) * self.scale) @ self.second.weight
 
 
-class Autocast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 32), nn.Linear(32, 2)
-
+class Autocast(Layers):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = self.second(torch.tanh(self.first(x)))
         return y.float()
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
+class InPlace(Scaled):
     def forward(self, x: Tensor) -> Tensor:
         y = torch.ones(x.shape)
         y *= x * self.scale
@@ -105,12 +103,8 @@ class Packed(nn.Module):
         return self.head(self.rnn(packed)[1][0][-1])
 
 
-class Graph(nn.Module):
+class Graph(Layers):
     """Nodes of all graphs in one list, with the graph of each; a graph has any number of nodes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
 
     def forward(self, x: Tensor, length: Tensor) -> Tensor:
         present = torch.arange(x.shape[1]) < length[:, None]
@@ -158,12 +152,8 @@ class Rounded(torch.autograd.Function):
         return g
 
 
-class Quantized(nn.Module):
+class Quantized(Layers):
     """Rounds the weight of a layer, whose gradient passes straight through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = Rounded.apply(self.second.weight * 8) / 8
@@ -222,12 +212,8 @@ class RecomputedLayers(nn.Module):
         return checkpoint_sequential(self.layers, 2, y[:, 0], use_reentrant=self.use_reentrant)
 
 
-class Alone(nn.Module):
+class Alone(Layers):
     """Takes no batch of several samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         (one,) = x
@@ -245,7 +231,7 @@ DATA = {
 KINDS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "PINN": (Residual, ("x",)),
     "Function without setup_context": (Custom, ("x",)),
-    "autocast": (Autocast, ("x",)),
+    "autocast": (partial(Autocast, 32), ("x",)),
     "T5": (t5, ("ids",)),
     "in place": (InPlace, ("x",)),
     "packed LSTM": (Packed, ("rows", "length")),
@@ -403,12 +389,8 @@ def test_auto__broken_samples_are_no_reason_to_leave_hooks(
     assert not said(caplog)
 
 
-class UsesTwiceLater(nn.Module):
+class UsesTwiceLater(Layers):
     """Uses a weight outside of its layer, for samples whose first value is large."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         marked = (x[:, :1] > 5).float()

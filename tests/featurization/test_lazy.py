@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from unittest import mock
 
 import cloudpickle
 import dask
@@ -295,15 +294,6 @@ def test_featurize__vmap_does_not_replace_hooks_because_of_a_bad_sample(
     found = compute(td.Model(nn.Sequential(nn.Flatten(), nn.Linear(6, 3))), data, on_error="record")
     assert (found.error.values[:, 0] != "").tolist() == [True] + [False] * (len(found.error) - 1)
     assert "by vmap" not in caplog.text
-
-
-def test_curvature__by_vmap_counts_every_sample_once() -> None:
-    module, data = _FixedNegatives(), samples()
-    found = td.fits.curvature(data, td.Model(module))
-    with mock.patch("trakdask.featurization.preparation.choose_engine", return_value=("vmap", "")):
-        expected = td.fits.curvature(data, td.Model(module))
-    scales = [fit.arrays["curvature_scale"] for fit in (found, expected)]
-    np.testing.assert_allclose(*scales, rtol=1e-3)
 
 
 def test_hooks__of_calls_without_gradients() -> None:

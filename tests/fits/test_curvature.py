@@ -13,7 +13,7 @@ from torch import nn
 
 import trakdask as td
 from trakdask.errors import forget_warnings
-from trakdask.fits.sums import SKETCHED_COLUMNS, signs
+from trakdask.fits.curvatures import SKETCHED_COLUMNS, signs
 from trakdask.projection import RowMap, project
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.tensors import axes_of, factors_of, places_of

@@ -21,8 +21,8 @@ import trakdask as td
 from trakdask import bars
 from trakdask.featurization.preparation import projector_of
 from trakdask.fits import fitting, keeping
+from trakdask.fits.fitting import wrong_classes
 from trakdask.fits.weights import weighted
-from trakdask.fits.wrong_classes import wrong_classes
 from trakdask.planning.fits import sketch_of
 from trakdask.projection.fitted import Fitted
 from trakdask.samples.datasets import drawn
@@ -388,22 +388,13 @@ def test_like__compares_fitted_values_once(monkeypatch: Any) -> None:
 # ------------------------------------------------------------------- stores of earlier versions
 
 
-def fitted_as_before(names: str, monkeypatch: Any) -> Fitted:
-    """Return a fit whose components are halves, and the wrong classes in float64."""
-
-    def halves(matrix: np.ndarray) -> np.ndarray:
-        return matrix.astype("f2")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("trakdask.fits.components.encoded", halves)
-        fit = td.fit(SAMPLES, MODEL.at_checkpoints([*names]), **SMALL)
-    return fit.beside({"wrong_classes": fit.arrays["wrong_classes"].astype("f8")})
-
-
 def test_fit__goes_on_in_the_dtypes_of_an_older_store(tmp_path: Path, monkeypatch: Any) -> None:
     """Features are the ones that the store had, and those of a new checkpoint can be made again."""
-    store, before = tmp_path / "f.zarr", fitted_as_before("a", monkeypatch)
-    of_a = MODEL.at_checkpoints(["a"])
+    store, of_a = tmp_path / "f.zarr", MODEL.at_checkpoints(["a"])
+    with monkeypatch.context() as patch:  # components as halves, wrong classes in float64
+        patch.setattr("trakdask.fits.components.encoded", lambda matrix: matrix.astype("f2"))
+        fit = td.fit(SAMPLES, of_a, **SMALL)
+    before = fit.beside({"wrong_classes": fit.arrays["wrong_classes"].astype("f8")})
     with monkeypatch.context() as patch:  # and as a whole
         patch.setattr("trakdask.storage.group._COMPRESSED", ())
         first = td.save(td.featurize(SAMPLES, of_a, before), store, progress=False).compute()

@@ -154,17 +154,12 @@ def test_scale__is_0_where_moments_are_none_or_rounding(small: float) -> None:
     states["2.bias"] *= small
     states["0.weight"][3:5] = small
     scale = td.fits.second_moments(model().at_checkpoints(["0"]), [states], progress=False)
-    found = dict(
-        zip(states, np.split(scale.arrays["moment_scale"][:, 0], _ends(states)), strict=True)
-    )
-    for name, v in states.items():
+    ends = np.cumsum([v.numel() for v in states.values()])[:-1]
+    parts = np.split(scale.arrays["moment_scale"][:, 0], ends)
+    for (name, v), found in zip(states.items(), parts, strict=True):
         expected = (v.sqrt() + 1e-8) ** -0.5
         if name == "0.weight":
             expected[3:5] = 0
         if name == "2.bias":
             expected[:] = 0
-        np.testing.assert_allclose(found[name], expected.flatten(), rtol=1e-6)
-
-
-def _ends(states: dict[str, Tensor]) -> np.ndarray:
-    return np.cumsum([v.numel() for v in states.values()])[:-1]
+        np.testing.assert_allclose(found, expected.flatten(), rtol=1e-6)

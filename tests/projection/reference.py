@@ -190,12 +190,14 @@ def project_flat(projector: Projector, flat: Tensor, checkpoint: int = 4) -> Ten
     return project(projector, {"flat": flat}, rows, checkpoint)
 
 
-def project_block(
-    projector: Projector, block: Tensor, row_offset: int = 0, checkpoint: int = 4
+def project_blocks(
+    projector: Projector, rows: Tensor, row: int = 0, checkpoint: int = 4, out: Tensor | None = None
 ) -> Tensor:
-    """Return the sums of one block of rows, before they are scaled."""
-    out = torch.zeros(len(block), projector.width(0), dtype=torch.float64)
-    projector.project_block(block, row_offset, checkpoint, out)
+    """Return sums, 0 or given ones, to which blocks of rows are added one by one, not scaled."""
+    if out is None:
+        out = torch.zeros(len(rows), projector.width(rows.shape[1]), dtype=torch.float64)
+    for first in range(0, rows.shape[1], ROW_BLOCK):
+        projector.project_block(rows[:, first : first + ROW_BLOCK], row + first, checkpoint, out)
     return out
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.projection.reference import normal, project_block, project_flat, rounded, signs
+from tests.projection.reference import normal, project_blocks, project_flat, rounded, signs
 from trakdask.projection import SJLT, Identity, Rademacher, acceleration, fixed_point, sjlt
 from trakdask.projection.fixed_point import int8_matmul_is_usable, integer_matmul, quantize
 from trakdask.projection.protocol import ARITHMETIC, ROUNDING_ERROR
@@ -59,7 +59,7 @@ def test_quantize__flags_only_the_sample_that_is_not_finite(bad: float, backend:
 def test_rademacher__error_on_gaussian_data_is_the_one_we_tell(arithmetic: str) -> None:
     block = normal(8, 16384)
     expected = block.double() @ torch.from_numpy(signs(0, 16384, 0, 64, **ADDRESS))
-    found = project_block(Rademacher(64, 5, arithmetic), block, 0, 9)
+    found = project_blocks(Rademacher(64, 5, arithmetic), block, 0, 9)
     error = (found - expected).norm() / expected.norm()
     assert float(error) == pytest.approx(ROUNDING_ERROR[arithmetic], rel=0.3)
 

@@ -14,7 +14,7 @@ from tests.projection.reference import (
     mask_order,
     matrix,
     normal,
-    project_block,
+    project_blocks,
     project_by_hand,
     project_flat,
     small_integers,
@@ -137,7 +137,7 @@ def test_sjlt__exact_at_the_largest_sums(
     # Words of 0 are nonzeros of +1 in column 0; the largest integer is 2**14.
     words = np.zeros((-(-sparsity // 4), 16384, 4), np.uint32)
     monkeypatch.setattr(SJLT, "_words", lambda *_: words)
-    found = project_block(SJLT(width, sparsity), torch.full((n_samples, 16384), 1 - 2.0**-24))
+    found = project_blocks(SJLT(width, sparsity), torch.full((n_samples, 16384), 1 - 2.0**-24))
     expected = torch.tensor([16384.0 * sparsity, *[0.0] * (width - 1)]).double()
     assert torch.equal(found, expected.expand(n_samples, width))
 
@@ -152,8 +152,8 @@ def test_smaller_projections__are_parts_of_larger_ones() -> None:
     assert torch.equal(
         project_flat(Mask(1000), flat), project_flat(Mask(16_000), flat)[:, :1000] * 4
     )
-    folded = project_block(SJLT(60, 5), flat[:, :16384]).unflatten(1, (15, 4)).sum(2)
-    assert torch.equal(project_block(SJLT(15, 5), flat[:, :16384]), folded)
+    folded = project_blocks(SJLT(60, 5), flat[:, :16384]).unflatten(1, (15, 4)).sum(2)
+    assert torch.equal(project_blocks(SJLT(15, 5), flat[:, :16384]), folded)
 
 
 # ------------------------------------------------------------------------------------------- masks

@@ -19,31 +19,16 @@ LIMIT = 5.0  # of scores that are about normal with variance 1; seeds are fixed
 P = 1024
 
 
-def features(
-    projector: Projector, flat: Tensor, checkpoint: int = 0, shape: tuple[int, ...] | None = None
-) -> Tensor:
-    row_map = RowMap.from_shapes({"flat": shape or flat.shape[1:]}, alignment=512)
-    return project(projector, {"flat": flat}, row_map, checkpoint).double()
-
-
 def product_errors(
     projector: Projector, vectors: Tensor, n_checkpoints: int = 1, shape: tuple[int, ...] = ()
 ) -> Matrix:
     """Return (checkpoint, i, j): the error of the product of vectors i and j."""
     exact, errors = vectors.double() @ vectors.double().T, []
+    row_map = RowMap.from_shapes({"flat": shape or vectors.shape[1:]}, alignment=512)
     for checkpoint in range(n_checkpoints):
-        found = features(projector, vectors, checkpoint, shape or None)
+        found = project(projector, {"flat": vectors}, row_map, checkpoint).double()
         errors.append((found @ found.T - exact).numpy())
     return np.stack(errors)
-
-
-def pairs(square: Matrix) -> Matrix:
-    """Return the elements above the diagonal, as (..., pair)."""
-    return square[..., *np.triu_indices(square.shape[-1], 1)]
-
-
-def diagonals(square: Matrix) -> Matrix:
-    return np.einsum("...ii->...i", square)
 
 
 def root_mean_square(errors: Matrix) -> float:
@@ -72,9 +57,11 @@ def test_product__error_is_what_cost_says(projector: Projector, family: str) -> 
     typical, worst = projector.cost(16384).product_error
     n_checkpoints = 4 if projector in ACCURATE and family == "normal" else 1
     errors = product_errors(projector, unit_vectors(family), n_checkpoints)
-    assert root_mean_square(pairs(errors[:1])) == pytest.approx(typical, rel=0.1)
+    pairs = errors[0][np.triu_indices(errors.shape[-1], 1)]
+    assert root_mean_square(pairs) == pytest.approx(typical, rel=0.1)
     if n_checkpoints > 1:
-        assert root_mean_square(diagonals(errors)) == pytest.approx(worst, rel=0.15)
+        diagonals = np.einsum("...ii->...i", errors)
+        assert root_mean_square(diagonals) == pytest.approx(worst, rel=0.15)
 
 
 UNBIASED = [

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.projection.reference import mask_order, normal, project_flat
+from tests.projection.reference import mask_order, normal, project_blocks, project_flat
 from trakdask.projection import (
     ROW_BLOCK,
     SJLT,
@@ -38,14 +38,6 @@ SHAPES = {
     "c": (16384,),
     "e": (7, 100),
 }
-
-
-def rows_of(projector: Projector) -> RowMap:
-    return RowMap.from_shapes(SHAPES, alignment=projector.row_alignment)
-
-
-def draw(n_samples: int) -> dict[str, Tensor]:
-    return {name: normal(n_samples, math.prod(shape)) for name, shape in SHAPES.items()}
 
 
 @every_kind
@@ -76,7 +68,8 @@ def test_project__aligned_tensors_are_invisible(projector: Projector, cuts: list
 def test_stream__order_parts_and_buffers_are_invisible(
     projector: Projector, data: st.DataObject
 ) -> None:
-    gradients, row_map = draw(2), rows_of(projector)
+    gradients = {name: normal(2, math.prod(shape)) for name, shape in SHAPES.items()}
+    row_map = RowMap.from_shapes(SHAPES, alignment=projector.row_alignment)
     stream, names = ProjectionStream(projector, row_map, 2, 4), list(SHAPES)
     order = data.draw(st.permutations(names))
     for name in order:
@@ -112,10 +105,7 @@ def test_project__blocks_of_zeros_are_left_out(projector: Projector, data: st.Da
     bound = projector.bind(RowMap.from_shapes({"flat": (flat.shape[1],)}, alignment=512))
     selected = bound.selected_rows(4)
     rows = flat if selected is None else flat[:, torch.tensor(selected)]
-    sums = torch.zeros(5, projector.width(flat.shape[1]), dtype=torch.float64)
-    for start in range(0, rows.shape[1], ROW_BLOCK):
-        bound.project_block(rows[:, start : start + ROW_BLOCK], start, 4, sums)
-    expected = (sums * bound.scale(flat.shape[1])).float()
+    expected = (project_blocks(bound, rows) * bound.scale(flat.shape[1])).float()
     assert torch.equal(project_flat(projector, flat), expected)
 
 

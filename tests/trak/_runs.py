@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from tests.trak._models import built, images
+from trakdask.trak import TRAKer
 
 QUIET = 100
 N, M, BATCH = 48, 6, 16
@@ -66,6 +67,13 @@ class Run:
             traker.finalize_features()
             # The original loses matrices of one block in finalize_features (quirk 3).
             return np.array(self.score(self.make(kind, folder, **more)))
+
+
+def started(folder: Path, **options: Any) -> TRAKer:
+    """Return a TRAKer with model id 0 loaded."""
+    traker = Run(options=options).make(TRAKer, folder)
+    traker.load_checkpoint(built("mlp").state_dict(), model_id=0)
+    return traker
 
 
 def content(folder: Path) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from tests.trak._models import (
     texts,
     untrained,
 )
+from tests.trak._runs import started
 from trakdask.models.tasks import Batch
-from trakdask.trak import TRAKer
 from trakdask.trak.gradient_computers import FunctionalGradientComputer, IterativeGradientComputer
 from trakdask.trak.modelout_functions import (
     CLIPModelOutput,
@@ -191,14 +191,8 @@ def test_compute_per_sample_grad__by_the_loop_where_vmap_fails(
 
 @pytest.mark.parametrize("names", [["0.wieght"], []])
 def test_init__grad_wrt_names_parameters(names: list[str], tmp_path: Path) -> None:
-    options = {
-        "task": "image_classification",
-        "save_dir": tmp_path,
-        "device": "cpu",
-        "logging_level": 100,
-    }
     with pytest.raises(ValueError, match=r"grad_wrt.*'1.weight'"):
-        TRAKer(built("mlp"), train_set_size=2, grad_wrt=names, **options)
+        started(tmp_path, grad_wrt=names)
 
 
 def test_warns__of_embeddings_of_another_checkpoint() -> None:

@@ -51,11 +51,6 @@ def embedded(module: nn.Module, n: int = 9, **options: Any) -> CLIPModelOutput:
     return task
 
 
-def p_of(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
-    exps = (logits.double() / temperature).exp()
-    return exps[torch.arange(len(labels)), labels] / exps.sum(1)
-
-
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
 @pytest.mark.parametrize(
     "kind",
@@ -79,7 +74,9 @@ def test_classifiers__margin_has_no_temperature_and_q_has(kind: Any, temperature
     expected = torch.stack([margin_of(logits[i], int(labels[i])) for i in range(N)])
     torch.testing.assert_close(found.double(), expected)
     q = task.get_out_to_loss_grad(module, *state(module), batch)
-    torch.testing.assert_close(q.double(), 1 - p_of(logits, labels, temperature)[:, None])
+    exps = (logits.double() / temperature).exp()
+    p = exps[torch.arange(N), labels] / exps.sum(1)
+    torch.testing.assert_close(q.double(), 1 - p[:, None])
     assert not q.requires_grad
     assert task.loss_temperature == temperature
     assert isinstance(task.softmax, nn.Softmax)

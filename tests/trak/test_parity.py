@@ -18,8 +18,8 @@ import torch
 from tests.trak._models import MODELS, built
 from tests.trak._runs import Run, content, relative
 from trakdask import trak as ours
-from trakdask.trak import basic_projectors, projectors
-from trakdask.trak.metadata import EXTRA
+from trakdask.trak import projectors
+from trakdask.trak.savers import EXTRA
 
 trak = pytest.importorskip("trak")
 
@@ -30,10 +30,6 @@ MODULES = ("traker", "gradient_computers", "modelout_functions", "projectors", "
 PROJECTORS = ("default", "normal", "rademacher", "single", "noop")
 
 
-def width(model: str) -> int:
-    return sum(parameter.numel() for parameter in built(model).parameters())
-
-
 def projector(module: Any, kind: str, model: str) -> Any:
     if kind == "default":
         return None
@@ -41,7 +37,8 @@ def projector(module: Any, kind: str, model: str) -> Any:
         return module.NoOpProjector(device="cpu")
     proj_type = "rademacher" if kind == "rademacher" else "normal"
     name = "BasicSingleBlockProjector" if kind == "single" else "BasicProjector"
-    return getattr(module, name)(width(model), 12, 3, proj_type, "cpu", block_size=5)
+    width = sum(parameter.numel() for parameter in built(model).parameters())
+    return getattr(module, name)(width, 12, 3, proj_type, "cpu", block_size=5)
 
 
 def both(run: Run, folder: Path, kind: str = "default") -> tuple[np.ndarray, np.ndarray]:
@@ -141,7 +138,7 @@ GRADIENTS = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
 def test_projector__same_matrix_and_product(
     name: str, proj_type: str, dtype: torch.dtype, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(basic_projectors, "_fits", lambda n_bytes, device: is_kept)
+    monkeypatch.setattr(projectors, "_fits", lambda n_bytes, device: is_kept)
     as_dict = {"a": GRADIENTS[:, :39].reshape(3, 13, 3), "b": GRADIENTS[:, 39]}
     for proj_dim, seed in ((6, 7), (20, 11)):
         old, new = (

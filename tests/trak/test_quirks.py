@@ -18,7 +18,7 @@ import torch
 import trakdask as td
 from tests.projection.test_fast_jl import stand_in_for_fast_jl
 from tests.trak._models import checkpoints, images
-from tests.trak._runs import M, N, Run, content
+from tests.trak._runs import M, N, Run, content, started
 from trakdask.errors import StoreMismatchError
 from trakdask.trak import TRAKer, projectors
 from trakdask.trak.modelout_functions import ImageClassificationModelOutput
@@ -29,17 +29,6 @@ from trakdask.trak.projectors import (
     CudaProjector,
 )
 from trakdask.trak.savers import ModelIDException
-
-
-def basic(proj_dim: int, seed: int = 0, block_size: int = 100) -> BasicProjector:
-    return BasicProjector(4, proj_dim, seed, "normal", "cpu", block_size)
-
-
-def started(folder: Path, **options: Any) -> TRAKer:
-    """Return a TRAKer with model id 0 loaded."""
-    traker = Run(options=options).make(TRAKer, folder)
-    traker.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
-    return traker
 
 
 def featurized(folder: Path, n_checkpoints: int = 1) -> TRAKer:
@@ -83,10 +72,10 @@ def test_3__scoring_after_finalizing_draws_the_matrix_again(projector_kind: Any)
 
 
 def test_4__blocks_beyond_100_share_no_seed_with_the_next_model_id() -> None:
-    seeds = [basic(10_400).seeds]
-    other = basic(10_400)
-    other.project(torch.zeros(1, 4), model_id=1)
-    seeds.append(other.seeds)
+    projector = BasicProjector(4, 10_400, 0, "normal", "cpu")
+    seeds = [projector.seeds]
+    projector.project(torch.zeros(1, 4), model_id=1)
+    seeds.append(projector.seeds)
     assert seeds[0][:100] == [1000 * block for block in range(100)]
     assert len({seed % 2**32 for of_model in seeds for seed in of_model}) == 208
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trakdask.trak.metadata import EXTRA
-from trakdask.trak.savers import MmapSaver, ModelIDException
+from trakdask.trak.savers import EXTRA, MmapSaver, ModelIDException
 
 METADATA = {"JL dimension": 3, "JL matrix type": "normal", "train set size": 5}
 

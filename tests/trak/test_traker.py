@@ -14,7 +14,7 @@ import torch
 
 import trakdask as td
 from tests.trak._models import Pair, built, checkpoints, images, pair_batch, untrained
-from tests.trak._runs import QUIET, N, Run, content, relative
+from tests.trak._runs import QUIET, N, Run, content, relative, started
 from trakdask.trak import TRAKer
 from trakdask.trak.projectors import NoOpProjector
 from trakdask.trak.savers import ModelIDException
@@ -62,8 +62,7 @@ def test_featurize__needs_a_checkpoint(tmp_path: Path) -> None:
 def test_featurize__rows_that_do_not_fit(
     tmp_path: Path, arguments: dict[str, Any], error: type[Exception]
 ) -> None:
-    traker = Run().make(TRAKer, tmp_path)
-    traker.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
+    traker = started(tmp_path)
     with pytest.raises(error):
         traker.featurize([part[:3] for part in images(N)], **arguments)
     assert not np.load(tmp_path / "0/_is_featurized.mmap").any()
@@ -72,8 +71,7 @@ def test_featurize__rows_that_do_not_fit(
 def test_featurize__gradients_that_are_not_finite_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    traker = Run(options={"logging_level": logging.WARNING}).make(TRAKer, tmp_path)
-    traker.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
+    traker = started(tmp_path, logging_level=logging.WARNING)
     x, y = (part[:3].clone() for part in images(N))
     x[1] = torch.nan
     traker.featurize((x, y), inds=[7, 8, 9])
@@ -82,10 +80,8 @@ def test_featurize__gradients_that_are_not_finite_are_logged(
 
 @pytest.mark.parametrize(("ids", "why"), [(None, "not fully featurized"), ([3], "not registered")])
 def test_finalize_features__needs_complete_checkpoints(tmp_path: Path, ids: Any, why: str) -> None:
-    traker = Run().make(TRAKer, tmp_path)
-    traker.load_checkpoint(checkpoints("mlp", 1)[0], model_id=0)
     with pytest.raises(ModelIDException, match=why):
-        traker.finalize_features(ids)
+        started(tmp_path).finalize_features(ids)
 
 
 def test_init__an_unknown_task(tmp_path: Path) -> None:

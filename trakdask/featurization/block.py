@@ -6,7 +6,7 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from threading import Lock, current_thread, main_thread
@@ -64,13 +64,9 @@ def featurize_block(
                 some = tuple(array[others] for array in arrays)
                 samples = replace(samples, positions=samples.positions[others], arrays=some)
             maps = _maps(job, checkpoint, fit, samples.device)
-
-            def open_stream(_: Forward, batch: Batch) -> Stream:
-                return maps.open(batch.size)
-
             sketch_width = job.projector.sketch_width(job.row_map.n_rows)
-            of = samples, checkpoint, job.proj_dim, open_stream, maps.rotations, sketch_width
-            results = [*run_samples(*of)]
+            of = samples, checkpoint, job.proj_dim, lambda _, batch: maps.open(batch.size)
+            results = [*run_samples(*of, maps.rotations, sketch_width)]
     # 2. Between them, those that one has.
     if computed is not None:
         parts = computed[:, :-2, None], computed[:, -2:-1], computed[:, -1:]
@@ -111,11 +107,15 @@ def running(
     cache_states(states_bytes())
     try:
         device = device_of_task(job.device)
+        # The threaded scheduler runs a task on every core, with one thread of torch. A distributed
+        # worker takes its number of threads from the environment (1 by default), and a task on the
+        # main thread can use all cores.
+        is_alone = current_thread() is main_thread() or current_worker() is not None
         with (
             at_work(what),
             torch.inference_mode(False),  # whatever the caller is in
             torch.enable_grad(),
-            _threads(),
+            nullcontext() if is_alone else few_threads(),
             no_fast_path(),
             applied(job.torch_settings, device),
         ):
@@ -290,13 +290,3 @@ def _micro_batch(
     if fits < job.batch_size:
         _log.info("micro-batches of %d samples instead of %d save memory", fits, job.batch_size)
     return fits
-
-
-def _threads() -> AbstractContextManager[None]:
-    """Limit torch to one thread while the threaded scheduler runs a task on every core.
-
-    A distributed worker takes its number of threads from the environment (1 by default), and a task
-    on the main thread can use all cores.
-    """
-    is_alone = current_thread() is main_thread() or current_worker() is not None
-    return nullcontext() if is_alone else few_threads()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -122,6 +122,7 @@ class CheckedEngine:
         ModelError
             If f, Q or the gradient of a sample is another one in the batch than alone.
         """
+        # 1. The gradients, and their sum beside them.
         n, row = part.stop - part.start, self._spot - part.start
         is_whole, has_spot = n > self._checked.n_samples, 0 <= row < n
         weights = sample_weights(self._forward, n) if is_whole else torch.ones(1)
@@ -136,11 +137,26 @@ class CheckedEngine:
         f, q = run(forward, self._task, batch, names, sink, rotations=self._rotations)
         self._seconds += perf_counter() - start
         with _of_model(self._samples.positions[part]):
+            # 2. A larger micro-batch than any before is compared as a whole.
             if is_whole:
-                self._require_whole(batch, weights, sink, f, q)
+                self._require_same_alone(batch, f, q)
+                if has_sums and _are_finite(f, q, sink.sums):
+                    expected, *_ = self._summed_gradient(batch, weights)
+                    require_same_sum(self._engine, sink.sums, expected)
+                elif self._multiplies_tokens(stream) and self._checked.n_samples == 0:
+                    few = Batch({name: value[:2] for name, value in batch.items()})
+                    require_same_as_loop(self._engine, forward, self._task, few, names)
                 self._checked.n_samples = n
+            # 3. One sample of the block is compared with the same sample alone.
             elif has_spot:
-                self._require_spot(row, batch, weights, sink, f, q)
+                if self._engine == "loop":  # whose f and Q are of the sample alone
+                    self._require_same_alone(batch)
+                one = self._samples.batch(slice(self._spot, self._spot + 1))
+                with rejecting_later(ever=False):  # nor was it in its batch
+                    expected, *alone = self._summed_gradient(one, weights)
+                if has_sums:
+                    require_same_sum(self._engine, sink.sums, expected, _ROUGHLY)
+                require_close(forward, row, (f, q), (alone[0][0], alone[1][0]), _ROUGHLY)
         return f, q
 
     def leave(self, part: slice, err: Exception, size_of: Callable[[str], int]) -> Exception | None:
@@ -166,7 +182,15 @@ class CheckedEngine:
                 continue
             why = {name: reason(each).partition("; try ")[0] for name, each in errors.items()}
             failed = " and ".join(f"{name} failed ({text})" for name, text in why.items())
-            text = f"gradients by {name}{self._slower(part, seconds)}, because {failed}"
+            slower = ""
+            with suppress(Exception):  # if the batch has a backward pass to compare with
+                batch, start = self._samples.batch(part), perf_counter()
+                self._summed_gradient(batch, sample_weights(self._forward, batch.size))
+                ratio = seconds / (perf_counter() - start)
+                slower = (
+                    f", which takes {ratio:.2g} times as long as one backward pass of the batch"
+                )
+            text = f"gradients by {name}{slower}, because {failed}"
             warn_once(("gradients", self._samples.job.model.token, name), text, _log.warning)
             self._checked.engines, self._checked.n_samples = self._checked.engines[i:], 0
             return None
@@ -185,16 +209,6 @@ class CheckedEngine:
             except SampleError as err:
                 raise self._samples.named(err, few) from err.__cause__
         return once._seconds
-
-    def _slower(self, part: slice, seconds: float) -> str:
-        """Return how much longer an engine takes than a backward pass, if the batch has one."""
-        batch = self._samples.batch(part)
-        with suppress(Exception):
-            start = perf_counter()
-            self._summed_gradient(batch, sample_weights(self._forward, batch.size))
-            ratio = seconds / (perf_counter() - start)
-            return f", which takes {ratio:.2g} times as long as one backward pass of the batch"
-        return ""
 
     def _note_remedy(self, part: slice, err: Exception, size: int) -> None:
         """Say in an error of the only engine what to try, if this engine causes it."""
@@ -245,29 +259,6 @@ class CheckedEngine:
                 raise
         require_same_alone(forward, task, batch, values[0].detach(), values[1].detach())
 
-    def _require_whole(
-        self, batch: Batch, weights: Tensor, sink: Any, f: Tensor, q: Tensor
-    ) -> None:
-        self._require_same_alone(batch, f, q)
-        if isinstance(sink, WeightedSum) and _are_finite(f, q, sink):
-            expected, *_ = self._summed_gradient(batch, weights)
-            require_same_sum(self._engine, sink.sums, expected)
-        elif self._multiplies_tokens(sink) and self._checked.n_samples == 0:
-            few = Batch({name: value[:2] for name, value in batch.items()})
-            require_same_as_loop(self._engine, self._forward, self._task, few, self._names)
-
-    def _require_spot(
-        self, row: int, batch: Batch, weights: Tensor, sink: Any, f: Tensor, q: Tensor
-    ) -> None:
-        if self._engine == "loop":  # whose f and Q are of the sample alone
-            self._require_same_alone(batch)
-        one = self._samples.batch(slice(self._spot, self._spot + 1))
-        with rejecting_later(ever=False):  # nor was it in its batch
-            expected, *alone = self._summed_gradient(one, weights)
-        if isinstance(sink, WeightedSum):
-            require_same_sum(self._engine, sink.sums, expected, _ROUGHLY)
-        require_close(self._forward, row, (f, q), (alone[0][0], alone[1][0]), _ROUGHLY)
-
     def _summed_gradient(
         self, batch: Batch, weights: Tensor
     ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -284,9 +275,9 @@ def _origin(err: Exception) -> list[FrameSummary]:
     return extract_tb((err.__cause__ or err).__traceback__)[-1:]
 
 
-def _are_finite(f: Tensor, q: Tensor, sink: Any) -> bool:
-    sums = sink.sums.values() if isinstance(sink, WeightedSum) else ()
-    return bool(torch.stack([t.isfinite().all() for t in chain((f, q), *sums)]).all())
+def _are_finite(f: Tensor, q: Tensor, sums: Mapping[str, list[Tensor]]) -> bool:
+    tensors = chain((f, q), *sums.values())
+    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
 
 @contextmanager

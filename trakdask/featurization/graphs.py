@@ -68,16 +68,9 @@ class GraphInputs:
 
 def lazy_arrays(prepared: GraphInputs) -> dict[str, da.Array]:
     """Build the graph: a task per (sample block × checkpoint), and one per variable of it."""
-    job, token = prepared.job, prepared.token
-    tasks = block_tasks(featurize_block, "sc", prepared, token, _known_blocks(prepared), "sc")
-    new_axes = {"p": job.proj_dim}
-    feature = variable_of(tasks, "sc", "spc", 0, f"feature-{token}", new_axes=new_axes)
-    return {"feature": feature} | other_variables(job, tasks, "sc", token)
-
-
-def _known_blocks(prepared: GraphInputs) -> da.Array:
-    """Return what is known of each block at each checkpoint, or None, as one item each."""
-    edges, checkpoints = np.cumsum([0, *prepared.rows]), prepared.job.model.checkpoints
+    # 1. What is known of each block at each checkpoint, or None, as one item each.
+    job, token, edges = prepared.job, prepared.token, np.cumsum([0, *prepared.rows])
+    checkpoints = job.model.checkpoints
     blocks = np.full((len(edges) - 1, len(checkpoints)), None, object)
     for column, checkpoint in enumerate(checkpoints):
         if checkpoint.name in prepared.known:
@@ -86,7 +79,12 @@ def _known_blocks(prepared: GraphInputs) -> da.Array:
             for i in np.flatnonzero(np.diff(starts)):
                 here = slice(starts[i], starts[i + 1])
                 blocks[i, column] = places[here] - edges[i], rows[here]
-    return da.from_array(blocks, chunks=1, name=f"known-{prepared.token}")
+    known = da.from_array(blocks, chunks=1, name=f"known-{token}")
+    # 2. The tasks, and what they return.
+    tasks = block_tasks(featurize_block, "sc", prepared, token, known, "sc")
+    new_axes = {"p": job.proj_dim}
+    feature = variable_of(tasks, "sc", "spc", 0, f"feature-{token}", new_axes=new_axes)
+    return {"feature": feature} | other_variables(job, tasks, "sc", token)
 
 
 def block_tasks(

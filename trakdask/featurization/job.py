@@ -125,13 +125,11 @@ class BlockSamples:
         inputs = zip(self.job.inputs, self.arrays, strict=True)
         batch = Batch({name: torch.tensor(array[part]) for name, array in inputs})
         batch = trimmed(self.job.model.task, batch) if self.trims else batch
-        return Batch({name: self._there(value) for name, value in batch.items()})
-
-    def _there(self, value: Tensor) -> Tensor:
-        """Return a tensor on the device, in float32 if that has no float64."""
-        home = float64_device(self.device)
-        lacks = value.dtype == torch.float64 and home.type != self.device.type
-        return (value.float() if lacks else value).to(self.device)
+        if float64_device(self.device).type != self.device.type:  # it has no float64
+            batch = Batch(
+                {n: t.float() if t.dtype == torch.float64 else t for n, t in batch.items()}
+            )
+        return Batch({name: value.to(self.device) for name, value in batch.items()})
 
     def by_length(self) -> tuple[BlockSamples, np.ndarray]:
         """Return the samples with the longest sequences first, and where each of them now is."""
@@ -224,7 +222,15 @@ class BlockResults:
         """Store the results of a micro-batch; non-finite samples raise an error or become NaN."""
         bad = not_finite(*block)
         if bad and self._on_error == "raise":
-            raise self._not_finite(part.start, bad)
+            row, name = next(iter(bad.items()))
+            position = self._positions[part.start + row]
+            more = f" and {len(bad) - 1} more of this batch" if len(bad) > 1 else ""
+            raise ValueError(
+                f"expected finite numbers, got NaN or infinity as the {name} of sample {position}"
+                f"{more} at checkpoint {self._checkpoint!r}; try td.featurize(..., "
+                "on_error='record'), which leaves such samples out, and "
+                f"samples.isel(sample={position}) to inspect it"
+            )
         for array, values in zip(self.arrays, block, strict=True):
             array[part] = values
             array[part][list(bad)] = np.nan
@@ -241,17 +247,6 @@ class BlockResults:
         self._reasons[row] = why
         where = self._positions[row], self._checkpoint
         _log.warning("sample %d failed at checkpoint %r: %s", *where, why)
-
-    def _not_finite(self, start: int, bad: dict[int, str]) -> ValueError:
-        row, name = next(iter(bad.items()))
-        position = self._positions[start + row]
-        more = f" and {len(bad) - 1} more of this batch" if len(bad) > 1 else ""
-        return ValueError(
-            f"expected finite numbers, got NaN or infinity as the {name} of sample {position}"
-            f"{more} at checkpoint {self._checkpoint!r}; try td.featurize(..., "
-            "on_error='record'), which leaves such samples out, and "
-            f"samples.isel(sample={position}) to inspect it"
-        )
 
     def result(self) -> tuple[np.ndarray, ...]:
         """Return the block, or raise the first error if all of several samples failed."""

@@ -121,7 +121,11 @@ def prepare(
     attrs = {**spec, **_attrs(job, bound, source_of(samples, inputs)), "gradients_reason": reason}
     # 7. What a fit has computed of some of just these samples, in just this way.
     known = {n: rows for n, (of, *rows) in fitted.rows.items() if of == made_like(attrs, n)}
-    return GraphInputs(job, inputs, attrs, coords, _lazy_fit(bound), known)
+    by_checkpoint = {
+        name: da.asarray(array).rechunk((*[-1] * (array.ndim - 1), 1))
+        for name, array in bound.arrays.items()
+    }
+    return GraphInputs(job, inputs, attrs, coords, by_checkpoint, known)
 
 
 def made_like(attrs: Mapping[str, Any], name: str) -> str:
@@ -221,14 +225,6 @@ def model_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: attrs[name] for name in ("parameters", "checkpoints")}
 
 
-def _lazy_fit(fitted: Fitted) -> dict[str, da.Array]:
-    """Return the fitted values as Dask arrays, in a chunk per checkpoint."""
-    return {
-        name: da.asarray(array).rechunk((*[-1] * (array.ndim - 1), 1))
-        for name, array in fitted.arrays.items()
-    }
-
-
 def _torch_settings(dtype: str | None, device: str) -> dict[str, str]:
     """Return the settings of torch that affect gradients, as they are active in the caller.
 
@@ -309,17 +305,14 @@ def _require_options(model: object, projector: object, device: object) -> None:
         raise TypeError(
             f"expected a projector, got {shown(projector)}; try projector=td.SJLT(proj_dim=2048)"
         )
-    if not _is_device(device):
+    try:
+        is_device = device == "auto" or (
+            isinstance(device, str) and torch.device(device).type != "meta"  # which has no values
+        )
+    except RuntimeError:
+        is_device = False
+    if not is_device:
         raise ValueError(
             "expected 'auto', 'cpu', 'cuda', 'xpu', 'mps', or one GPU of each worker, such as "
             f"'cuda:1', as device, got {shown(device)}; try device='auto'"
         )
-
-
-def _is_device(device: object) -> bool:
-    try:
-        return device == "auto" or (
-            isinstance(device, str) and torch.device(device).type != "meta"  # which has no values
-        )
-    except RuntimeError:
-        return False

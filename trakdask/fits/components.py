@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import dask
-import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -20,8 +19,8 @@ from trakdask.errors import warn_once
 from trakdask.execution import require_memory
 from trakdask.featurization.lazy import featurize
 from trakdask.featurization.preparation import made_like, model_of, require_model
-from trakdask.fits.keeping import kept_blocks
-from trakdask.fits.sums import signed
+from trakdask.fits.curvatures import signed
+from trakdask.fits.keeping import kept_rows
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.projection.companding import encoded, widened
@@ -30,7 +29,7 @@ from trakdask.projection.maps import reduced
 from trakdask.provenance import as_values
 from trakdask.samples.array_source import validate_samples
 from trakdask.torch_internals import few_threads
-from trakdask.variables import CHECKPOINT, PROJ_DIM, SAMPLE, checkpoint_names
+from trakdask.variables import PROJ_DIM, SAMPLE, checkpoint_names
 
 WIDE = SJLT(proj_dim=8192, seed=0)
 
@@ -145,9 +144,7 @@ def with_components(
         f"try fewer samples: some thousand are enough for {n_columns} columns",
     )
     # 1. Output and Q are computed with each block of features, and kept beside them.
-    arrays_of = [wide.feature.data, *(wide[n].data[:, None] for n in ("output", "out_to_loss"))]
-    both = da.concatenate(arrays_of, axis=1).rechunk({1: -1})
-    rows = [kept_blocks(both[:, :, i]) for i in range(wide.sizes[CHECKPOINT])]
+    rows = kept_rows(wide.feature.data, wide.output.data, wide.out_to_loss.data)
     # 2. The components, and what they make of these features.
     fitted = Fitted.of(projector)
     n_leading = sum(step.leading for step in fitted.steps if isinstance(step, Curvature))

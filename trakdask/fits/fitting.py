@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import dask
+import dask.array as da
 import numpy as np
 import xarray as xr
 
+from trakdask import arrays
 from trakdask.bars import block_bar, duration
 from trakdask.checks import require_flags, require_integer, shown
 from trakdask.errors import IncompleteFeaturesError
@@ -21,28 +26,34 @@ from trakdask.files import Folder
 from trakdask.fits.components import with_components
 from trakdask.fits.curvatures import curvature as fit_curvature
 from trakdask.fits.following import follows_better_without, totals_of
-from trakdask.fits.keeping import kept_fits
+from trakdask.fits.keeping import kept_blocks, kept_fits
 from trakdask.fits.moments import MomentsLike, second_moments
 from trakdask.fits.weights import FACTS, scores_by_group, weighted, weights_of
-from trakdask.fits.wrong_classes import compares_classes, wrong_classes
 from trakdask.models.model import Model
 from trakdask.models.tasks.protocol import task_facts
+from trakdask.models.tasks.supervised import Classification, WrongClass
 from trakdask.planning.fits import N_CURVATURE, N_WEIGHTS, sketch_of
 from trakdask.projection import Projector
-from trakdask.projection.fitted import Curvature, Fitted, Weights
+from trakdask.projection.fitted import Curvature, Fitted
 from trakdask.projection.protocol import from_spec
 from trakdask.provenance import digest, require_same
 from trakdask.samples.array_source import validate_samples
 from trakdask.samples.datasets import drawn, drawn_places, source_of
 from trakdask.storage.reading import open
 from trakdask.storage.writing import kept_beside
-from trakdask.variables import SAMPLE, WRONG_CLASSES
+from trakdask.variables import PROJ_DIM, SAMPLE, WRONG_CLASSES
 
 _FEW_SAMPLES = 500
 """With fewer, the curvature made scores worse on all three tasks of 2026-11-24-recipe.txt."""
 
 _LONG_S = 60.0
 """Whoever waits longer is told how long, and what would be cheaper."""
+
+_WIDEST_MATRIX = 8192
+"""The matrix of wider features takes more memory than it is worth."""
+
+_SOFT_POWER = 0.5
+"""a, the power in the gram matrix of ``Soft``."""
 
 
 def fit(
@@ -165,7 +176,10 @@ def fit(
             raise ValueError(
                 f"expected {option}=True, False or 'auto', got {shown(value)}; try 'auto'"
             )
-    features = None if store is None else _features_of(store, storage_options)
+    features = None
+    if store is not None:
+        with suppress(FileNotFoundError, IncompleteFeaturesError):
+            features = open(store, load_coords=False, storage_options=storage_options)
     before = {} if features is None else json.loads(features.attrs.get("fitted_to", "{}"))
     if sketch == "auto":  # a store goes on with the sketch that it has
         known = before.get("sketch")
@@ -188,7 +202,8 @@ def fit(
             curvature = curvature and before.get("curvature", True)
         elif curvature and not model.reads_tokens and weights is not True:
             is_asked = task_facts(model.task).get("loss_kind") == "cross-entropy"
-    kept_weights = None if stored is None else _weights_in(stored)
+    steps_there = () if stored is None else stored.steps
+    kept_weights = next((s.weights for s in steps_there if isinstance(s, Curvature)), None)
     if weights == "auto":
         weights = model.reads_tokens if stored is None else kept_weights is not None
         weights = bool(weights and curvature)
@@ -250,7 +265,10 @@ def fit(
             totals = [fit.arrays["totals"] for fit in scales.values() if is_asked]
             curvature = not (is_asked and follows_better_without(np.concatenate(totals, -1)))
         if curvature:
-            n_leading, rest = _halves(sketch)
+            columns: int | None = getattr(sketch, "proj_dim", None)
+            if columns is not None:  # else the whole gradient has room for all
+                n_leading = columns // 2  # half of them are leading coordinates
+                rest = replace(sketch, proj_dim=columns - n_leading)  # type: ignore[call-arg]
             if is_measured and scales:
                 facts = {n: [fit.arrays[n] for fit in scales.values()] for n in FACTS}
                 whole = {n: np.concatenate(parts, -1) for n, parts in facts.items()}
@@ -304,10 +322,6 @@ def _curvature(
     return fit.beside({"totals": totals_of(few, model, fit, **options)}) if is_asked else fit
 
 
-def _weights_in(projector: Fitted) -> Weights | None:
-    return next((step.weights for step in projector.steps if isinstance(step, Curvature)), None)
-
-
 def _sketched(
     part: xr.Dataset,
     few: xr.Dataset,
@@ -332,19 +346,57 @@ def _sketched(
     return fit if matrix is None else fit.beside({WRONG_CLASSES: matrix})
 
 
-def _features_of(
-    store: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
-) -> xr.Dataset | None:
-    """Return the features in a store, None if they are not complete."""
-    try:
-        return open(store, load_coords=False, storage_options=storage_options)
-    except (FileNotFoundError, IncompleteFeaturesError):
+def wrong_classes(
+    samples: xr.Dataset, model: Model, projector: Fitted, **options: Any
+) -> np.ndarray | None:
+    """Return the mean of 2 √q ψ ψᵀ over samples, (proj_dim, proj_dim_1, checkpoint) float32.
+
+    It is how the loss bends between the wrong classes, which the gram matrix of a classifier lacks.
+    None if the task does not compare the correct class with several wrong ones, by their logits, or
+    features are very wide.
+
+    The gram matrix knows how steep the loss is along the gradient of the margin between the correct
+    class and all others. A classifier's loss also bends where probability moves from one wrong
+    class to another. With r as the distribution over the wrong classes, and logits with a constant
+    derivative v, the loss with the gradient -q^a ∇f has the Hessian
+
+        a q^a (1 - q) ∇f ∇fᵀ + q^a vᵀ (diag r - r rᵀ) v.
+
+    Divided by a, the first term is the one of the gram matrix of ``Soft``. In the second one,
+    diag r - r rᵀ = E_k[(e_k - r)(e_k - r)ᵀ] for k drawn from r, and vᵀ (e_k - r) = ∇ log r_k. Here
+    k is the most likely wrong class, not a drawn one, so that no seed matters: the matrix is the
+    mean of 2 √q ψ ψᵀ, where ψ is the projection of ∇ log r_k. It is 0 for two classes.
+
+    A part of the samples will do, because the matrix is a mean. It stays the same when samples are
+    appended or dropped. Its pass costs as much as the features of these samples.
+    """
+    model = model.for_variables({str(n): array.ndim for n, array in samples.variables.items()})
+    task, between = model.task, copy.copy(model)
+    if not compares_classes(task):
         return None
+    assert isinstance(task, Classification)
+    between.task = WrongClass(task)
+    features = featurize(samples, between, projector, **options)
+    if features.sizes[PROJ_DIM] > _WIDEST_MATRIX:
+        return None
+    q = features.out_to_loss.data[:, None, :]
+    both = da.concatenate([features.feature.data, q], axis=1).rechunk({1: -1})
+    kept = [kept_blocks(both[..., i : i + 1]) for i in range(both.shape[2])]
+    totals = [arrays.gram.gram(x[:, :-1], x[:, -1] ** _SOFT_POWER / _SOFT_POWER) for x in kept]
+    mean = np.concatenate(dask.compute(*totals), -1) / len(q)
+    # As exact as the products that it is a mean of; bit by bit as a store has it, which keeps the
+    # triangle, also where a GPU's product of a matrix with itself is not symmetric.
+    return arrays.gram.mirrored(mean.astype(np.float32))
 
 
-def _halves(sketch: Projector) -> tuple[int, Projector]:
-    """Return how many columns are leading coordinates, and the projector of the others."""
-    columns: int | None = getattr(sketch, "proj_dim", None)
-    if columns is None:  # the whole gradient has room for all
-        return 0, sketch
-    return columns // 2, replace(sketch, proj_dim=columns - columns // 2)  # type: ignore[call-arg]
+def compares_classes(task: Any) -> bool:
+    """Return whether a task compares the correct class with wrong ones by their logits.
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> compares_classes(td.tasks.ImageClassification()), compares_classes(td.tasks.CausalLM())
+    (True, False)
+    """
+    has_margin = task_facts(task).get("loss_kind") == "cross-entropy"
+    return isinstance(task, Classification) and has_margin

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import dask
-import dask.array as da
 import numpy as np
 import torch
 import xarray as xr
@@ -20,16 +19,14 @@ from torch import Tensor
 from trakdask.arrays.damping import GRID
 from trakdask.arrays.weights import gram_weights
 from trakdask.featurization.block import run_samples, running
-from trakdask.featurization.graphs import block_tasks, variable_of
 from trakdask.featurization.job import FeaturizeJob
 from trakdask.featurization.preparation import prepare
-from trakdask.fits.keeping import kept_blocks
+from trakdask.fits.keeping import kept_sketches
 from trakdask.fits.weights import weighted
 from trakdask.models.model import Model
-from trakdask.models.tasks import Batch, Forward
 from trakdask.projection import SJLT
 from trakdask.projection.fitted import Fitted
-from trakdask.projection.maps import Maps, Stream
+from trakdask.projection.maps import Maps
 from trakdask.projection.stream import ProjectionStream
 
 _PLAIN, _LEADING, _SCALED = SJLT(2048), 1024, SJLT(1024)
@@ -57,14 +54,9 @@ def totals_of(samples: xr.Dataset, model: Model, curvature: Fitted, **options: A
     ]
     projector = Fitted.joined(scales).then(_SCALED)
     prepared = prepare(samples, model, projector=projector, **options)
-    token, n_columns = prepared.token, _PLAIN.proj_dim + prepared.job.proj_dim
-    tasks = block_tasks(_two_sketches, "sc", prepared, token, name=f"two-sketches-{token}")
-    columns = {"p": n_columns}
-    sketches = variable_of(tasks, "sc", "spc", 0, f"two-sketch-{token}", new_axes=columns)
-    others = [variable_of(tasks, "sc", "sc", i, f"two-sketch-{i}-{token}") for i in (1, 2)]
-    both = da.concatenate([sketches, *(x[:, None] for x in others)], axis=1).rechunk({1: -1})
-    found = [dask.delayed(_totals_at)(kept_blocks(both[..., i])) for i in range(both.shape[2])]
-    return np.stack(dask.compute(*found), -1)
+    n_columns = _PLAIN.proj_dim + prepared.job.proj_dim
+    rows = kept_sketches(_two_sketches, prepared, n_columns, "two-sketches")
+    return np.stack(dask.compute(*map(dask.delayed(_totals_at), rows)), -1)
 
 
 def _two_sketches(
@@ -73,23 +65,23 @@ def _two_sketches(
     """Return sketches of a block without and with curvature, (sample, column, 1), f and Q."""
     checkpoint, fit = item.item()
     with running(job, checkpoint, rows, arrays) as samples:
-        device = samples.device
-        maps = Maps(job.projector, job.row_map, checkpoint.id, fit, device)
-
-        def open_stream(_: Forward, batch: Batch) -> Stream:
-            # A rotation changes no product of two gradients, so both sketches are of rotated ones.
-            plain = ProjectionStream(_PLAIN, job.row_map, batch.size, checkpoint.id, device)
-            return _Both(plain, maps.open(batch.size))
-
+        maps = Maps(job.projector, job.row_map, checkpoint.id, fit, samples.device)
         n_columns = _PLAIN.proj_dim + job.proj_dim
-        return run_samples(samples, checkpoint, n_columns, open_stream, maps.rotations)
+        return run_samples(
+            samples, checkpoint, n_columns, lambda _, batch: _Both(maps, batch.size), maps.rotations
+        )
 
 
 class _Both:
-    """A stream that projects gradients as they are, and scaled."""
+    """A stream that projects gradients as they are, and scaled.
 
-    def __init__(self, plain: ProjectionStream, scaled: Stream) -> None:
-        self._plain, self._scaled = plain, scaled
+    A rotation changes no product of two gradients, so both sketches are of rotated ones.
+    """
+
+    def __init__(self, maps: Maps, n_samples: int) -> None:
+        at = n_samples, maps.checkpoint, maps.device
+        self._plain = ProjectionStream(_PLAIN, maps.row_map, *at)
+        self._scaled = maps.open(n_samples)
 
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
         """Take the rotated gradients of a parameter, (n, numel), or a slice of them."""

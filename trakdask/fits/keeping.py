@@ -12,12 +12,14 @@ import logging
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import dask.array as da
 import numpy as np
 
 from trakdask.bars import skipped
 from trakdask.execution import n_slots
+from trakdask.featurization.graphs import GraphInputs, block_tasks, variable_of
 from trakdask.files import Folder
 from trakdask.models.model import Model
 from trakdask.projection.fitted import Fitted
@@ -48,6 +50,28 @@ def kept_blocks(array: da.Array) -> da.Array:
     return da.concatenate(both) if any(is_kept) else written
 
 
+def kept_rows(*columns: da.Array) -> list[da.Array]:
+    """Return columns of samples side by side, (sample, column) for each checkpoint, in kept blocks.
+
+    Each is (sample, column, checkpoint), or one column (sample, checkpoint).
+    """
+    wide = [array if array.ndim == 3 else array[:, None] for array in columns]
+    both = da.concatenate(wide, axis=1).rechunk({1: -1})
+    return [kept_blocks(both[..., i]) for i in range(both.shape[2])]
+
+
+def kept_sketches(
+    run: Callable[..., Any], prepared: GraphInputs, n_columns: int, title: str
+) -> list[da.Array]:
+    """Return what ``run`` makes of each block of samples, as rows of sketch, f and Q."""
+    token = prepared.token
+    tasks = block_tasks(run, "sc", prepared, token, name=f"{title}-{token}")
+    new_axes = {"p": n_columns}
+    sketches = variable_of(tasks, "sc", "spc", 0, f"{title}-0-{token}", new_axes=new_axes)
+    others = [variable_of(tasks, "sc", "sc", i, f"{title}-{i}-{token}") for i in (1, 2)]
+    return kept_rows(sketches, *others)
+
+
 def kept_fits(
     folder: Folder | None,
     files: Mapping[str, str],
@@ -71,10 +95,13 @@ def kept_fits(
     n_blocks, total
         The blocks of a pass over the samples at one checkpoint, and those of all its passes.
     """
-    done = {name: _fit(folder, file) for name, file in files.items()}
-    made = {name: fit for name, fit in done.items() if fit is not None}
-    for name in made:
-        skipped(files[name], total)
+    # 1. What the folder has.
+    made: dict[str, Fitted] = {}
+    for name, file in files.items():
+        if folder is not None and (known := _fit(folder, file)) is not None:
+            made[name] = known
+            skipped(file, total)
+    # 2. All others, each of which is written as soon as it is there.
     lacking = [name for name in files if name not in made]
     blocks = None if folder is None else folder / "blocks"
     n, token = max(1, n_slots() // n_blocks), _FOLDER.set(blocks)
@@ -134,10 +161,9 @@ def _warn(folder: Folder, file: str, err: Exception) -> None:
     )
 
 
-def _fit(folder: Folder | None, file: str) -> Fitted | None:
+def _fit(folder: Folder, file: str) -> Fitted | None:
     """Return the fit that a folder has under a name."""
-    content = None if folder is None else _content(folder, file)
-    if folder is None or content is None:
+    if (content := _content(folder, file)) is None:
         return None
     try:
         about = json.loads(str(content.pop("about")))

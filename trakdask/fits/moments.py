@@ -13,7 +13,7 @@ from trakdask.checks import shown
 from trakdask.errors import CheckpointError
 from trakdask.featurization.preparation import model_of, require_model
 from trakdask.files import Folder, location
-from trakdask.fits.sums import rounding_of
+from trakdask.fits.curvatures import rounding_of
 from trakdask.models.checkpoints import CheckpointLike, checkpoint_folders, folder_at, read_state
 from trakdask.models.kept_checkpoints import MOMENTS_FILE, REMEDY
 from trakdask.models.model import Model
@@ -74,24 +74,22 @@ def second_moments(model: Model, moments: MomentsLike, *, progress: bool = True)
     """
     require_model(model)
     names = [checkpoint.name for checkpoint in model.checkpoints]
-
-    def check(name: str, state: Mapping[str, Tensor]) -> None:
-        for parameter, shape in model.shapes.items():
-            value = state.get(parameter)
-            got = None if value is None else tuple(value.shape)
-            if value is None or got != shape or not (value.isfinite() & (value >= 0)).all():
-                raise CheckpointError(
-                    f"expected finite second moments >= 0 of {parameter!r}, of shape {shape}, for "
-                    f"checkpoint {name!r}, got {f'shape {got}' if got != shape else 'others'}; "
-                    + REMEDY
-                )
-
     scales: list[np.ndarray] = []
-    by_name = _by_name(moments, names)
+    files = _files(moments, names)
     with polled_bar("second moments", len(names), lambda: len(scales), show=progress):
         for name in names:
-            state = read_state(_file(by_name[name]))
-            check(name, state)
+            # 1. There is one of each parameter.
+            state = read_state(files[name])
+            for parameter, shape in model.shapes.items():
+                value = state.get(parameter)
+                got = None if value is None else tuple(value.shape)
+                if value is None or got != shape or not (value.isfinite() & (value >= 0)).all():
+                    raise CheckpointError(
+                        f"expected finite second moments >= 0 of {parameter!r}, of shape {shape}, "
+                        f"for checkpoint {name!r}, got "
+                        f"{f'shape {got}' if got != shape else 'others'}; {REMEDY}"
+                    )
+            # 2. Their scale.
             flat = np.concatenate([state[n].double().flatten().numpy() for n in model.shapes])
             scale, least = (np.sqrt(flat) + EPSILON) ** -0.5, rounding_of(flat, model.shapes)
             for parameter, place in places_of(model.shapes).items():
@@ -101,7 +99,8 @@ def second_moments(model: Model, moments: MomentsLike, *, progress: bool = True)
     return Fitted(()).with_arrays(SecondMoments(), arrays, model_of(model.spec()))
 
 
-def _by_name(moments: MomentsLike, names: list[str]) -> dict[str, CheckpointLike]:
+def _files(moments: MomentsLike, names: list[str]) -> dict[str, CheckpointLike]:
+    """Return the file of each checkpoint, or its tensors as they are."""
     if isinstance(moments, str | Path):
         moments = checkpoint_folders(Folder(location(moments))) or [moments]
     elif not isinstance(moments, Iterable) or isinstance(moments, Tensor):
@@ -116,17 +115,15 @@ def _by_name(moments: MomentsLike, names: list[str]) -> dict[str, CheckpointLike
             f"expected second moments of each of the checkpoints {names}, got {shown(values)} "
             f"({len(values)}); try {{{names[0]!r}: ..., ...}}"
         )
-    return dict(moments) if isinstance(moments, Mapping) else dict(zip(names, values, strict=True))
-
-
-def _file(value: CheckpointLike) -> CheckpointLike:
-    """Return the file of a folder, and anything else as it is."""
-    if not isinstance(value, str | Path):
-        return value
-    place = location(value)
-    if place.endswith("optimizer.pt"):
-        raise CheckpointError(
-            f"expected second moments by the names of parameters, got {place!r}, where Trainer "
-            f"numbers them in the order of the optimizer, which the file does not say; {REMEDY}"
-        )
-    return f"{place}/{MOMENTS_FILE}" if folder_at(place) else place
+    files = dict(moments) if isinstance(moments, Mapping) else dict(zip(names, values, strict=True))
+    for name, value in files.items():
+        if not isinstance(value, str | Path):
+            continue
+        place = location(value)
+        if place.endswith("optimizer.pt"):
+            raise CheckpointError(
+                f"expected second moments by the names of parameters, got {place!r}, where Trainer "
+                f"numbers them in the order of the optimizer, which the file does not say; {REMEDY}"
+            )
+        files[name] = f"{place}/{MOMENTS_FILE}" if folder_at(place) else place
+    return files

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import dask
-import dask.array as da
 import numpy as np
 import torch
 import xarray as xr
@@ -27,11 +26,10 @@ from torch import Tensor, nn
 from trakdask.arrays.agreement import mean_agreement
 from trakdask.arrays.weights import gram_weights
 from trakdask.featurization.block import run_samples, running
-from trakdask.featurization.graphs import block_tasks, variable_of
 from trakdask.featurization.job import FeaturizeJob
 from trakdask.featurization.preparation import prepare
-from trakdask.fits.keeping import kept_blocks
-from trakdask.fits.sums import leading_coordinates
+from trakdask.fits.curvatures import leading_coordinates
+from trakdask.fits.keeping import kept_sketches
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.language import CausalLM, TokenClassification
@@ -78,49 +76,38 @@ def scores_by_group(
     width = min(_WIDEST, 2 ** math.floor(math.log2(_SKETCH_BYTES / (4 * n * len(groups)))))
     widths = [min(width, _size(model.shapes, names)) for names in groups.values()]
     prepared = prepare(some, model, projector=curvature.then(SJLT(width)), **options)
-    tasks = block_tasks(
-        partial(_sketch_block, width, sum(widths)), "sc", prepared, prepared.token,
-        name=f"sketches-{prepared.token}",
-    )  # fmt: skip
-    columns = {"p": sum(widths)}
-    sketches = variable_of(tasks, "sc", "spc", 0, f"sketch-{prepared.token}", new_axes=columns)
-    q = variable_of(tasks, "sc", "sc", 2, f"sketch-q-{prepared.token}")
-    both = da.concatenate([sketches, q[:, None, :]], axis=1).rechunk({1: -1})
+    run = partial(_sketch_block, width, sum(widths))
+    rows = kept_sketches(run, prepared, sum(widths), "sketches")
     # 2. Of each group, products of samples and what follows from them, in a task per checkpoint.
     step = curvature.steps[0]
     assert isinstance(step, Curvature)
-    facts = [
-        dask.delayed(_facts_at)(kept_blocks(both[..., i]), widths, step)
-        for i in range(len(prepared.job.model.checkpoints))
-    ]
+    facts = [dask.delayed(_facts_at)(both, widths, step) for both in rows]
     columns_of = zip(*dask.compute(*facts), strict=True)
     return {name: np.stack(parts, -1) for name, parts in zip(FACTS, columns_of, strict=True)}
 
 
 def _facts_at(both: np.ndarray, widths: list[int], step: Curvature) -> tuple[np.ndarray, ...]:
     """Return scores, traces and directions at one checkpoint, with groups along the last axis."""
-    sketches, q = both[:, :-1], both[:, -1]
-    h = np.ones(len(q)) if step.power is None else gram_weights(q, step.power)
-    of_groups = np.split(sketches, np.cumsum(widths)[:-1], axis=1)
-    facts = [_facts(x.astype(np.float64), h, step.damping_prior) for x in of_groups]
+    *of_groups, others = np.split(both, np.cumsum(widths), axis=1)
+    n, q, facts = len(both), others[:, -1], []
+    h = np.ones(n) if step.power is None else gram_weights(q, step.power)
+    roots = np.sqrt(h)
+    for x in of_groups:
+        wide = x.astype(np.float64)
+        kernel = wide @ wide.T
+        weighted = roots[:, None] * kernel * roots
+        trace, squares = np.trace(weighted), np.square(weighted).sum()
+        lam = step.damping_prior * trace / n or 1.0  # of gradients that are 0, all is 0
+        # Scores φᵀ (Σ h φ φᵀ + λ)⁻¹ φ for the first samples, from products of samples alone.
+        solved = np.linalg.solve(weighted + lam * np.eye(n), roots[:, None] * kernel[:, :_TARGETS])
+        scores = (kernel[:, :_TARGETS] - (kernel * roots) @ solved) / lam
+        directions = np.float64(trace**2 / squares if squares else 0)
+        facts.append((scores.astype(np.float32), np.float64(trace / n), directions))
     return tuple(np.stack(parts, -1) for parts in zip(*facts, strict=True))
 
 
 def _size(shapes: Shapes, names: Sequence[str]) -> int:
     return sum(math.prod(shapes[name]) for name in names)
-
-
-def _facts(x: np.ndarray, h: np.ndarray, rho: float) -> tuple[Any, ...]:
-    """Return scores φᵀ (Σ h φ φᵀ + λ)⁻¹ φ for the first samples, trace, and directions."""
-    roots, kernel = np.sqrt(h), x @ x.T
-    weighted = roots[:, None] * kernel * roots
-    n, trace = len(h), np.trace(weighted)
-    lam = rho * trace / n or 1.0  # of gradients that are 0, all is 0
-    solved = np.linalg.solve(weighted + lam * np.eye(n), roots[:, None] * kernel[:, :_TARGETS])
-    scores = (kernel[:, :_TARGETS] - (kernel * roots) @ solved) / lam
-    squares = np.square(weighted).sum()
-    directions = np.float64(trace**2 / squares if squares else 0)
-    return scores.astype(np.float32), np.float64(trace / n), directions
 
 
 def _sketch_block(

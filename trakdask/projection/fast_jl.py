@@ -72,7 +72,13 @@ class FastJL(Projector):
 
     def __post_init__(self) -> None:
         if self.num_sms is None:
-            object.__setattr__(self, "num_sms", _num_sms_here())
+            if not torch.cuda.is_available():
+                raise ValueError(
+                    "expected num_sms, since the matrix of fast_jl depends on the number of "
+                    "multiprocessors, got None on a machine without a GPU; try num_sms=132 for an "
+                    "H100 SXM"
+                )
+            object.__setattr__(self, "num_sms", _num_sms(torch.device("cuda")))
         super().__post_init__()
         if self.proj_dim % _COLUMN_STEP:
             raise ValueError(
@@ -112,11 +118,18 @@ class FastJL(Projector):
                 "expected gradients of at most 2**27 elements, which fast_jl can address, got "
                 f"{block.shape[1]}; try td.Rademacher(proj_dim={self.proj_dim})"
             )
+        try:
+            import fast_jl  # optional, and built for one machine
+        except ImportError as err:
+            raise ImportError(
+                f"expected the package fast_jl for FastJL, got an import error ({err}); try pip "
+                "install 'trakdask[fast-jl]' (it needs nvcc), or td.Rademacher"
+            ) from err
         seed = (self.seed + _SEED_STEP * checkpoint) % 2**31
         for first in range(0, len(block), _BATCHES[-1]):
             part = block[first : first + _BATCHES[-1]]
             size = next(size for size in _BATCHES if len(part) <= size)
-            project = getattr(_extension(), f"project_{self.entries}_{size}")
+            project = getattr(fast_jl, f"project_{self.entries}_{size}")
             # The extension takes 8, 16 or 32 samples and nothing else.
             padded = pad(part.float(), (0, 0, 0, size - len(part))).contiguous()
             sums = project(padded, self.proj_dim, seed, self.num_sms)[: len(part)].double()
@@ -137,23 +150,3 @@ class FastJL(Projector):
 def _num_sms(device: torch.device) -> int:
     properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.multi_processor_count)
-
-
-def _num_sms_here() -> int:
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "expected num_sms, since the matrix of fast_jl depends on the number of "
-            "multiprocessors, got None on a machine without a GPU; try num_sms=132 for an H100 SXM"
-        )
-    return _num_sms(torch.device("cuda"))
-
-
-def _extension() -> Any:
-    try:
-        import fast_jl  # optional, and built for one machine
-    except ImportError as err:
-        raise ImportError(
-            f"expected the package fast_jl for FastJL, got an import error ({err}); try pip "
-            "install 'trakdask[fast-jl]' (it needs nvcc), or td.Rademacher"
-        ) from err
-    return fast_jl

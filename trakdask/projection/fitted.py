@@ -10,7 +10,7 @@ leading coordinates can be kept as they are. C are principal components of what 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -148,7 +148,10 @@ class Fitted:
     rows: Mapping[str, tuple[str, np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        places = [_place(step) for step in self.steps]
+        places = [
+            1 if isinstance(step, Projector) else 2 * isinstance(step, Components)
+            for step in self.steps
+        ]
         if places != sorted(set(places)):
             raise ValueError(
                 "expected at most one scaling (second moments or curvature), one projector and "
@@ -170,11 +173,23 @@ class Fitted:
             As :func:`~trakdask.projection.protocol.from_spec`.
         """
         described = spec["steps"] if spec.get("kind") == KIND else [spec]
-        return cls(tuple(map(_step, described)), **fit)
+        steps: list[Step] = []
+        for each in described:
+            options = {name: value for name, value in each.items() if name != "kind"}
+            of_kind = _STEPS.get(each.get("kind", ""))
+            steps.append(of_kind(**options) if of_kind else from_spec(each))
+        return cls(tuple(steps), **fit)
 
     def spec(self) -> dict[str, Any]:
         """Return JSON values that say which steps these are; digests name the fitted values."""
-        steps = [step.spec() if isinstance(step, Projector) else _spec(step) for step in self.steps]
+        steps = []
+        for step in self.steps:
+            if isinstance(step, Projector):
+                steps.append(step.spec())
+                continue
+            # The specs of stores without weights are as they were.
+            values = {n: value for n, value in asdict(step).items() if n != "weights" or value}
+            steps.append({"kind": step.kind, **values})
         return steps[0] if self.is_random else {"kind": KIND, "steps": steps}
 
     @property
@@ -220,19 +235,17 @@ class Fitted:
         What belongs to no step, and is for scores, has a hash of its own after it.
         """
         made_by = {*self.variables.values()}
-        others = self.arrays.keys() - made_by
-        parts = [made_by, others] if others else [made_by]
-        return "-".join(self._hash(names, column) for names in parts)
-
-    def _hash(self, names: Collection[str], column: int) -> str:
-        content = hashlib.sha256()
-        for name in sorted(names):
-            values = np.asarray(self.arrays[name][..., column])
-            # netCDF knows no integers of 64 bits, and has other bytes first.
-            is_number = values.dtype.kind == "i" and values.dtype != np.int8
-            dtype = np.dtype("<i8") if is_number else values.dtype.newbyteorder("<")
-            content.update(values.astype(dtype, copy=False).tobytes())
-        return content.hexdigest()
+        others, hashes = self.arrays.keys() - made_by, []
+        for names in (made_by, others) if others else (made_by,):
+            content = hashlib.sha256()
+            for name in sorted(names):
+                values = np.asarray(self.arrays[name][..., column])
+                # netCDF knows no integers of 64 bits, and has other bytes first.
+                is_number = values.dtype.kind == "i" and values.dtype != np.int8
+                dtype = np.dtype("<i8") if is_number else values.dtype.newbyteorder("<")
+                content.update(values.astype(dtype, copy=False).tobytes())
+            hashes.append(content.hexdigest())
+        return "-".join(hashes)
 
     def require_digests(self) -> None:
         """Reject fitted values that are not those which the features were made with.
@@ -274,21 +287,19 @@ class Fitted:
         """
         names = parts[0].arrays
         dtypes = {n: np.result_type(*(part.arrays[n].dtype for part in parts)) for n in names}
-        parts = [part._in(dtypes) for part in parts]
-        first, models = parts[0], [part.model["checkpoints"] for part in parts]
+        fits = []
+        for part in parts:
+            few = {n: a for n, a in part.arrays.items() if a.dtype != dtypes.get(n, a.dtype)}
+            values = {n: widened(a).astype(dtypes[n]) for n, a in few.items()}
+            fits.append(replace(part.beside(values), rows={}) if values else part)
+        first, models = fits[0], [fit.model["checkpoints"] for fit in fits]
         return replace(
             first,
-            arrays={n: np.concatenate([p.arrays[n] for p in parts], -1) for n in first.arrays},
-            digests={name: text for part in parts for name, text in part.digests.items()},
+            arrays={n: np.concatenate([fit.arrays[n] for fit in fits], -1) for n in first.arrays},
+            digests={name: text for fit in fits for name, text in fit.digests.items()},
             model={**first.model, "checkpoints": {n: v for m in models for n, v in m.items()}},
-            rows={name: known for part in parts for name, known in part.rows.items()},
+            rows={name: known for fit in fits for name, known in fit.rows.items()},
         )
-
-    def _in(self, dtypes: Mapping[str, np.dtype[Any]]) -> Fitted:
-        """Return the fit with values in other dtypes, and their digests."""
-        others = {n: dtype for n, dtype in dtypes.items() if dtype != self.arrays[n].dtype}
-        values = {n: widened(self.arrays[n]).astype(dtype) for n, dtype in others.items()}
-        return replace(self.beside(values), rows={}) if values else self
 
     @property
     def projector(self) -> Projector:
@@ -344,20 +355,3 @@ class Fitted:
         if self.is_random:
             return repr(self.steps[0])
         return f"Fitted({', '.join(map(repr, self.steps))})"
-
-
-def _place(step: Step) -> int:
-    """Return where among the steps one may be."""
-    return 1 if isinstance(step, Projector) else 2 * isinstance(step, Components)
-
-
-def _spec(step: Step) -> dict[str, Any]:
-    values = {name: value for name, value in asdict(step).items() if name != "weights" or value}
-    return {"kind": step.kind, **values}  # the specs of stores without weights are as they were
-
-
-def _step(spec: Mapping[str, Any]) -> Step:
-    if spec.get("kind") not in _STEPS:
-        return from_spec(spec)
-    options = {name: value for name, value in spec.items() if name != "kind"}
-    return _STEPS[spec["kind"]](**options)

@@ -224,32 +224,19 @@ def select_rows(
     -----
     Cost: 64 random bits per row, about 3 MB, and 40 bytes per selected row.
     """
-    rows, keys = _candidates(n_rows, keep, seed, checkpoint)
-    # Candidates are in the order of rows: a stable sort puts the lower of equal keys first.
+    # 1. Six standard deviations more, so that one pass over the keys nearly always suffices.
+    expected, rows = keep + 6 * math.isqrt(keep) + 16, np.empty(0, np.int64)
+    while len(rows) < keep:
+        # Keys are uniform: this bound lets about ``expected`` rows pass.
+        largest = min((expected << 64) // n_rows, 2**64 - 1)
+        rows, keys = _rows_up_to(largest, n_rows, seed, checkpoint)
+        expected *= 2
+    # 2. Candidates are in the order of rows: a stable sort puts the lower of equal keys first.
     by_key = rows[np.argsort(keys, kind="stable")[:keep]]
     ranks = np.argsort(by_key)
     rows = by_key[ranks]
     rows.flags.writeable = False
     return rows, ranks
-
-
-def _candidates(
-    n_rows: int, keep: int, seed: int, checkpoint: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return at least ``keep`` rows that have the smallest keys, ascending, and their keys."""
-    expected = keep + _margin(keep)
-    while True:
-        # Keys are uniform: this bound lets about ``expected`` rows pass.
-        largest = min((expected << 64) // n_rows, 2**64 - 1)
-        rows, keys = _rows_up_to(largest, n_rows, seed, checkpoint)
-        if len(rows) >= keep:
-            return rows, keys
-        expected *= 2
-
-
-def _margin(keep: int) -> int:
-    """Return six standard deviations, so that one pass over the keys nearly always suffices."""
-    return 6 * math.isqrt(keep) + 16
 
 
 def _rows_up_to(

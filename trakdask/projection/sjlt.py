@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from threading import Lock
 from typing import Any, ClassVar, NamedTuple
 
@@ -122,10 +121,13 @@ class SJLT(GpuProjector):
 
     def cost(self, n_rows: int) -> Cost:
         """Return the cost of projecting gradients of ``n_rows`` elements."""
+        # Memory of one thread, which is reached without numba and with few columns.
+        tile, n_counters = _tile_samples(self.proj_dim), _n_counters(self.sparsity)
+        per_row = 16 * n_counters + 64 * self.sparsity + 20 * tile
         return Cost(
             operations=2 * self.sparsity * n_rows,
-            random_bits=128 * _n_counters(self.sparsity) * n_rows,
-            buffer_bytes=_buffer_bytes(self.proj_dim, self.sparsity),
+            random_bits=128 * n_counters * n_rows,
+            buffer_bytes=ROW_BLOCK * per_row + 12 * self.proj_dim * tile + 40 * self.proj_dim,
             rounding_error=ROUNDING_ERROR["int8x2"],
             product_error=self._product_error(),
         )
@@ -145,12 +147,28 @@ class SJLT(GpuProjector):
         """
         nonzeros = self.nonzeros(checkpoint, row_offset, block.shape[1])
         if (kernels := numba_kernels()) is not None:
-            tile, add = kernels.LANES, partial(_add_compiled, kernels, nonzeros)
-        else:
-            assert isinstance(nonzeros, Nonzeros)
-            tile, add = _tile_samples(self.proj_dim), partial(_add_bags, *_bags(nonzeros))
+            for start in range(0, len(block), kernels.LANES):
+                samples = slice(start, start + kernels.LANES)
+                _add_compiled(kernels, nonzeros, block[samples], out[samples])
+            return
+        # 1. The nonzeros by bucket: rows, signs, and the start of each bucket.
+        assert isinstance(nonzeros, Nonzeros)
+        sizes = np.diff(nonzeros.starts)
+        # float32 holds sums up to 2**24 exactly. Only few columns have larger bags than that.
+        exact = (sizes[::2] + sizes[1::2]).max() <= 2 ** (24 - _FRACTION_BITS)
+        plus_and_minus = np.array([1, -1], np.float32 if exact else np.float64)
+        signs = torch.from_numpy(np.repeat(np.tile(plus_and_minus, len(sizes) // 2), sizes))
+        rows = torch.from_numpy(nonzeros.rows.astype(np.int64))
+        starts = torch.from_numpy(nonzeros.starts[:-1:2].astype(np.int64))
+        # 2. The sums of some samples at a time.
+        tile = _tile_samples(self.proj_dim)
         for start in range(0, len(block), tile):
-            add(block[start : start + tile], out[start : start + tile])
+            integers, step = quantize(block[start : start + tile], _FRACTION_BITS)
+            # Two copies: one that casts and transposes at once takes longer than both.
+            values = _scratch.take("values", integers.shape, signs.dtype).copy_(integers)
+            table = _scratch.take("table", integers.T.shape, signs.dtype).copy_(values.T)
+            sums = embedding_bag(rows, table, starts, mode="sum", per_sample_weights=signs)
+            out[start : start + tile].add_(sums.double().mul_(step).T)
 
     def project_on_gpu(
         self, kernels: Kernels, rows: Tensor, row_offset: int, checkpoint: int, out: Tensor
@@ -251,13 +269,6 @@ def _tile_samples(proj_dim: int) -> int:
     return max(_LEAST_SAMPLES, min(_MOST_SAMPLES, _TILE_SUMS // proj_dim))
 
 
-def _buffer_bytes(proj_dim: int, sparsity: int) -> int:
-    """Return an upper bound for one thread, which is reached without numba and with few columns."""
-    tile = _tile_samples(proj_dim)
-    per_row = 16 * _n_counters(sparsity) + 64 * sparsity + 20 * tile
-    return ROW_BLOCK * per_row + 12 * proj_dim * tile + 40 * proj_dim
-
-
 def _add_compiled(kernels: Any, nonzeros: Nonzeros | Places, block: Tensor, out: Tensor) -> None:
     flat, stride = flatten(block)
     factors, step = compiled_scales(flat, stride, block.shape, _FRACTION_BITS)
@@ -278,26 +289,6 @@ def _add_compiled(kernels: Any, nonzeros: Nonzeros | Places, block: Tensor, out:
         kernels.scatter_sums(values, nonzeros, integers, steps, tile.numpy())
     if not is_tile:
         out.copy_(sums)
-
-
-def _bags(nonzeros: Nonzeros) -> tuple[Tensor, ...]:
-    """Return the nonzeros of a row block by bucket: rows, signs, and the start of each bucket."""
-    sizes = np.diff(nonzeros.starts)
-    # float32 holds sums up to 2**24 exactly. Only few columns have larger bags than that.
-    exact = (sizes[::2] + sizes[1::2]).max() <= 2 ** (24 - _FRACTION_BITS)
-    plus_and_minus = np.array([1, -1], np.float32 if exact else np.float64)
-    signs = np.repeat(np.tile(plus_and_minus, len(sizes) // 2), sizes)
-    arrays = (nonzeros.rows.astype(np.int64), signs, nonzeros.starts[:-1:2].astype(np.int64))
-    return tuple(map(torch.from_numpy, arrays))
-
-
-def _add_bags(rows: Tensor, signs: Tensor, starts: Tensor, block: Tensor, out: Tensor) -> None:
-    integers, step = quantize(block, _FRACTION_BITS)
-    # Two copies: one that casts and transposes at once takes longer than both.
-    values = _scratch.take("values", integers.shape, signs.dtype).copy_(integers)
-    table = _scratch.take("table", integers.T.shape, signs.dtype).copy_(values.T)
-    sums = embedding_bag(rows, table, starts, mode="sum", per_sample_weights=signs)
-    out.add_(sums.double().mul_(step).T)
 
 
 def _n_counters(sparsity: int) -> int:
@@ -338,7 +329,12 @@ def sort_nonzeros(projector: SJLT, words: npt.NDArray[np.uint32]) -> Nonzeros:
     places = (2 * buckets + is_negative).ravel()
     sizes = np.bincount(places.astype(np.int64), minlength=2 * proj_dim)
     starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    return Nonzeros((_order(places, proj_dim) // sparsity).astype(np.uint16), starts)
+    # By place, 16 bits at a time, because numpy sorts these by counting.
+    order = np.argsort(places.astype(np.uint16), kind="stable")
+    if 2 * proj_dim > 2**16:
+        high = (places >> np.uint64(16)).astype(np.uint16)
+        order = order[np.argsort(high[order], kind="stable")]
+    return Nonzeros((order // sparsity).astype(np.uint16), starts)
 
 
 def _buckets(
@@ -352,15 +348,6 @@ def _buckets(
     # mulhi(w, proj_dim): the high 32 bits of a product are uniform on the columns.
     buckets = (chosen.astype(np.uint64) * np.uint64(projector.proj_dim)) >> np.uint64(32)
     return buckets, chosen & np.uint32(1)
-
-
-def _order(places: npt.NDArray[np.uint64], proj_dim: int) -> npt.NDArray[np.int64]:
-    """Return the order by place, 16 bits at a time, because numpy sorts these by counting."""
-    order = np.argsort(places.astype(np.uint16), kind="stable")
-    if 2 * proj_dim <= 2**16:
-        return order
-    high = (places >> np.uint64(16)).astype(np.uint16)
-    return order[np.argsort(high[order], kind="stable")]
 
 
 class _Kept:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ class ProjectionStream:
         self._chosen = None if selected is None else torch.tensor(selected, device=device)
         self._n_rows = row_map.n_rows if selected is None else len(selected)
         self._block = max(1, self._n_rows) if projector.takes_all_rows else ROW_BLOCK
-        self._missing = _rows_of_blocks(self._spans(), self._block)
+        self._missing = self._rows_of_blocks()
         self._waiting: dict[int, Tensor] = {}
         self._next = dict.fromkeys(row_map.names, 0)  # the first element that is still missing
         self._n_samples, self._device = n_samples, torch.device(device)
@@ -104,15 +104,24 @@ class ProjectionStream:
         ValueError
             If the name, the shape or ``first`` is not one of those expected.
         """
-        flat = self._checked(name, gradient, first)
-        start = self._row_map.offset(name) + (first or 0)
-        stop = start + flat.shape[1]
+        # 1. It is the gradient that comes next.
+        n_samples, begin, n = self._n_samples, first or 0, math.prod(gradient.shape[1:])
+        missing = self._row_map.size(name) - self._next[name]
+        fits = self._next[name] == begin and (n == missing or (first is not None and n < missing))
+        if not fits or len(gradient) != n_samples:
+            raise ValueError(
+                f"expected gradients of {n_samples} samples, each element once, in order, got "
+                f"{name!r} from element {begin} on, of shape {tuple(gradient.shape)}; try the "
+                f"{missing} elements that are missing, from {self._next[name]} on"
+            )
+        self._next[name] += n
+        # 2. Selected rows are renumbered: this part has start to stop among them.
+        flat, offset = gradient.detach().reshape(n_samples, n), self._row_map.offset(name) + begin
+        start, stop = offset, offset + n
         if self._selected is not None and self._chosen is not None:
-            offset = start
-            # Selected rows are renumbered: this part has start to stop among them.
             start, stop = np.searchsorted(self._selected, (start, stop)).tolist()
             flat = flat[:, self._chosen[start:stop] - offset]
-        # A GPU takes many blocks at once; a CPU one by one, while it is in a cache.
+        # 3. A GPU takes many blocks at once; a CPU one by one, while it is in a cache.
         for row, last in _cut(start, stop, self._block, runs=self._on_gpu):
             self._add_rows(row, flat[:, row - start : last - start])
 
@@ -150,7 +159,7 @@ class ProjectionStream:
         ValueError
             If gradients of the row map are missing.
         """
-        if missing := self._incomplete():
+        if missing := [n for n, end in self._next.items() if end < self._row_map.size(n)]:
             total = len(self._row_map.names)
             raise ValueError(
                 f"expected the gradients of all {total} parameters, got {total - len(missing)}; "
@@ -162,35 +171,24 @@ class ProjectionStream:
             torch.mul(sums, scale, out=rows)
         return features.to(self._device)
 
-    def _incomplete(self) -> list[str]:
-        return [name for name, end in self._next.items() if end < self._row_map.size(name)]
-
     def _length(self, block: int) -> int:
         """Return the number of rows of a block; the last one may be short."""
         return min(self._block, self._n_rows - block * self._block)
 
-    def _spans(self) -> list[tuple[int, int]]:
-        """Return [start, stop) of every parameter among the rows that are projected."""
+    def _rows_of_blocks(self) -> dict[int, int]:
+        """Return the number of rows of parameters in each block; padding between them never comes.
+
+        Only the rows that are projected count.
+        """
         starts = np.array(self._row_map.offsets)
         stops = starts + [self._row_map.size(name) for name in self._row_map.names]
         if self._selected is not None:
             starts, stops = (np.searchsorted(self._selected, edges) for edges in (starts, stops))
-        return list(zip(starts.tolist(), stops.tolist(), strict=True))
-
-    def _checked(self, name: str, gradient: Tensor, first: int | None) -> Tensor:
-        """Return a gradient as (B, n), if it is one that comes next."""
-        n_samples, start = self._n_samples, first or 0
-        n = math.prod(gradient.shape[1:])
-        missing = self._row_map.size(name) - self._next[name]
-        fits = self._next[name] == start and (n == missing or (first is not None and n < missing))
-        if not fits or len(gradient) != n_samples:
-            raise ValueError(
-                f"expected gradients of {n_samples} samples, each element once, in order, got "
-                f"{name!r} from element {start} on, of shape {tuple(gradient.shape)}; try the "
-                f"{missing} elements that are missing, from {self._next[name]} on"
-            )
-        self._next[name] += n
-        return gradient.detach().reshape(n_samples, n)
+        counts: dict[int, int] = defaultdict(int)
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            for row, last in _cut(start, stop, self._block, runs=False):
+                counts[row // self._block] += last - row
+        return counts
 
     def _add_rows(self, first: int, part: Tensor) -> None:
         """Project the rows of whole blocks at once, and others when their block is full."""
@@ -268,15 +266,6 @@ def _cut(start: int, stop: int, size: int, *, runs: bool) -> Iterator[tuple[int,
         end = min(stop, (block + max(n, 1)) * size)
         yield start, end
         start = end
-
-
-def _rows_of_blocks(spans: Iterable[tuple[int, int]], size: int) -> dict[int, int]:
-    """Return the number of rows of parameters in each block; padding between them never comes."""
-    counts: dict[int, int] = defaultdict(int)
-    for start, stop in spans:
-        for row, last in _cut(start, stop, size, runs=False):
-            counts[row // size] += last - row
-    return counts
 
 
 def project(

@@ -139,7 +139,15 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         grad_wrt: Iterable[str] | None = None,
     ) -> None:
         super().__init__(model, task, grad_dim, dtype, device)
-        _require_output_for(self)
+        kind = type(task)
+        takes_batches = kind is IterativeImageClassificationModelOutput
+        is_iterative = isinstance(self, IterativeGradientComputer)
+        if kind in TASK_TO_MODELOUT.values() and takes_batches != is_iterative:
+            raise TypeError(
+                f"expected an output for {type(self).__name__}, got {kind.__name__}; try "
+                "gradient_computer=IterativeGradientComputer for "
+                "task='iterative_image_classification' only"
+            )
         self.num_params = sum(parameter.numel() for parameter in model.parameters())
         self.grad_wrt = None if grad_wrt is None else list(grad_wrt)
         self.load_model_params(model)
@@ -170,7 +178,17 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         -------
         (batch, *shape) by name, in the order of the model and in the dtype of the parameter.
         """
-        self._warn_of_other_embeddings()
+        # 1. Once per checkpoint: CLIP's embeddings were computed with it.
+        is_pair = isinstance(self.modelout_fn, CLIPModelOutput)
+        if is_pair and self._is_new_checkpoint and self.modelout_fn.is_of_other_weights(self.model):
+            warn(
+                "expected embeddings by the loaded checkpoint, got those by other weights; try "
+                "traker.task.get_embeddings(...) again after each load_checkpoint",
+                UserWarning,
+                stacklevel=3,
+            )
+        self._is_new_checkpoint = False
+        # 2. The gradients, by one of three engines.
         tensors = list(batch)
         selected = selected_parameters(self.func_weights, self.grad_wrt)
         gradients = {
@@ -240,18 +258,6 @@ class FunctionalGradientComputer(AbstractGradientComputer):
                 self._hooks_agree, why_not = False, f": {type(err).__name__}: {err}"
             self.logger.debug("Gradients by %s%s", "vmap" if why_not else "hooks", why_not)
         return self._hooks_agree
-
-    def _warn_of_other_embeddings(self) -> None:
-        """Check once per checkpoint whether CLIP's embeddings were computed with it."""
-        is_pair = isinstance(self.modelout_fn, CLIPModelOutput)
-        if is_pair and self._is_new_checkpoint and self.modelout_fn.is_of_other_weights(self.model):
-            warn(
-                "expected embeddings by the loaded checkpoint, got those by other weights; try "
-                "traker.task.get_embeddings(...) again after each load_checkpoint",
-                UserWarning,
-                stacklevel=4,
-            )
-        self._is_new_checkpoint = False
 
 
 class IterativeGradientComputer(FunctionalGradientComputer):
@@ -329,16 +335,3 @@ def selected_parameters(
             f"{list(weights)[:5]}, or None for all"
         )
     return {name: tensor for name, tensor in weights.items() if name in names}
-
-
-def _require_output_for(computer: AbstractGradientComputer) -> None:
-    """Reject a built-in output for the other gradient computer."""
-    kind = type(computer.modelout_fn)
-    takes_batches = kind is IterativeImageClassificationModelOutput
-    is_iterative = isinstance(computer, IterativeGradientComputer)
-    if kind in TASK_TO_MODELOUT.values() and takes_batches != is_iterative:
-        raise TypeError(
-            f"expected an output for {type(computer).__name__}, got {kind.__name__}; try "
-            "gradient_computer=IterativeGradientComputer for task='iterative_image_classification' "
-            "only"
-        )

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trakdask.models.loading import digest_state
 from trakdask.models.tasks import Batch, Classification, Forward, Task
-from trakdask.trak.pairs import PairsTask
 
 _IMAGES = Classification(("image",))
 _TEXTS = Classification(("input_ids", "token_type_ids", "attention_mask"), positional=False)
+_SEED_OF_PAIRS = 0
 
 
 class AbstractModelOutput(ABC):
@@ -176,6 +177,46 @@ class _static_or_of_instance(staticmethod):  # type: ignore[type-arg]
 
     def __get__(self, instance: Any, owner: Any = None) -> Callable[..., Any]:
         return MethodType(self.__func__, owner if instance is None else instance)
+
+
+@dataclass(frozen=True, eq=False)
+class PairsTask:
+    """The output of CLIP for pairs of images and texts, of whole batches, against other pairs."""
+
+    modelout: Any  # an instance, or the class
+    variables = ("image", "text")
+
+    def output(self, forward: Forward, batch: Batch) -> Tensor:
+        """Compare pairs with other images and texts, (batch,)."""
+        # 1. The other pairs, always the same ones.
+        images, texts = self.modelout.image_embeddings, self.modelout.text_embeddings
+        if images is None:
+            raise AssertionError(
+                "expected embeddings of other images and texts, got none; try "
+                "traker.task.get_embeddings(model, loader, ...) before traker.featurize"
+            )
+        n, size = len(images), self.modelout.sim_batch_size
+        if not 0 < size <= n:
+            raise ValueError(
+                f"expected simulated_batch_size in 1..{n} ({n} embeddings), got {size}; try "
+                f"CLIPModelOutput(simulated_batch_size={n}), or embed more pairs"
+            )
+        # Raw bits are the same in all versions of numpy; results of Generator.choice need not be.
+        keys = np.random.Philox(key=_SEED_OF_PAIRS).random_raw(n)
+        rows = np.sort(np.argsort(keys, kind="stable")[:size])
+        # 2. Each image with the texts of these, and each text with their images.
+        image, text, _ = forward(**batch)
+        right = (image * text).sum(1)
+        by_text = right - (image @ texts[rows].to(image).T).logsumexp(1)
+        return by_text + right - (text @ images[rows].to(text).T).logsumexp(1)
+
+    def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
+        """Return 1 - p, (batch,), among the pairs of the batch."""
+        image, text, logit_scale = forward(**batch)
+        temperature = self.modelout.temperature
+        products = (logit_scale if temperature is None else temperature) * image @ text.T
+        p: Tensor = (products.softmax(-1) + products.T.softmax(-1)).diag() / 2
+        return 1 - p
 
 
 class CLIPModelOutput(AbstractModelOutput):

@@ -15,7 +15,7 @@ from numpy.lib.format import open_memmap
 from trakdask._version import __version__
 from trakdask.provenance import as_text, digest
 from trakdask.samples.fingerprints import mapped
-from trakdask.trak.metadata import EXTRA, read_json
+from trakdask.trak.savers import EXTRA, read_json
 from trakdask.variables import CHECKPOINT, VARIABLES
 
 _BLOCK_BYTES = 2**25
@@ -119,7 +119,14 @@ def open_traker(
             f"expected the save_dir of a TRAKer, which has a metadata.json, got {str(folder)!r}; "
             "try one of the folders in it"
         )
-    ids = _chosen(folder, model_ids)
+    # The model ids registered in this folder, but not in subfolders.
+    registered = sorted(int(path.stem.removeprefix("id_")) for path in folder.glob("id_*.json"))
+    ids = registered if model_ids is None else list(model_ids)
+    if not ids or len(set(ids)) < len(ids) or not set(ids) <= set(registered):
+        raise ValueError(
+            f"expected different model ids out of the {registered} of {folder}, got {ids}; try "
+            f"model_ids={registered[:1]}"
+        )
     features = _features(folder, ids)
     if exp_name is None:
         return features
@@ -184,15 +191,3 @@ def _state(folder: Path) -> str:
     """Return a digest of sizes and times of the files that identify the weights of a checkpoint."""
     stats = [folder.joinpath(file).stat() for file in (_GRADS, _OUT_TO_LOSS, _FLAGS)]
     return digest({"files": [[stat.st_size, stat.st_mtime_ns] for stat in stats]})[:32]
-
-
-def _chosen(folder: Path, model_ids: Iterable[int] | None) -> list[int]:
-    """Return the model ids to open, of those registered in this folder but not in subfolders."""
-    registered = sorted(int(path.stem.removeprefix("id_")) for path in folder.glob("id_*.json"))
-    chosen = registered if model_ids is None else list(model_ids)
-    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(registered):
-        raise ValueError(
-            f"expected different model ids out of the {registered} of {folder}, got {chosen}; try "
-            f"model_ids={registered[:1]}"
-        )
-    return chosen

@@ -15,16 +15,14 @@ from torch import Tensor
 from trakdask._version import __version__
 from trakdask.checks import require_choice
 from trakdask.projection import Projector
-from trakdask.trak.basic_projectors import AbstractProjector
 from trakdask.trak.gradient_computers import (
     AbstractGradientComputer,
     FunctionalGradientComputer,
     selected_parameters,
 )
-from trakdask.trak.metadata import EXTRA
 from trakdask.trak.modelout_functions import TASK_TO_MODELOUT, AbstractModelOutput
-from trakdask.trak.projectors import StreamProjector, default_projector
-from trakdask.trak.savers import AbstractSaver, MmapSaver, ModelIDException
+from trakdask.trak.projectors import AbstractProjector, StreamProjector, default_projector
+from trakdask.trak.savers import EXTRA, AbstractSaver, MmapSaver, ModelIDException
 from trakdask.trak.score_computers import AbstractScoreComputer, BasicScoreComputer
 
 _NO_CHECKPOINT = "no ckpt loaded"

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from trakdask.featurization.devices import free_bytes
-from trakdask.trak.basic_projectors import NoOpProjector, flattened
-from trakdask.trak.projectors import chunk_sizes
+from trakdask.trak.projectors import NoOpProjector, chunk_sizes, flattened
 from trakdask.trak.score_computers import product
 from trakdask.trak.traker import TRAKer
 

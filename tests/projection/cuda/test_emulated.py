@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
+from tests.projection.reference import project_blocks
 from trakdask.projection import SJLT, Rademacher, fixed_point
 from trakdask.projection.cuda import GpuProjector, products
 from trakdask.projection.cuda.launch import FAMILIES
@@ -59,9 +60,7 @@ def require_bits_of_cpu(
     found, expected = (torch.full(shape, 0.1, dtype=torch.float64) for _ in range(2))
     window = slice(4, -5)
     projector.project_on_gpu(kernels or EmulatedKernels(), rows, row, checkpoint, found[:, window])
-    for first in range(0, rows.shape[1], 16384):
-        block = rows[:, first : first + 16384].contiguous()
-        projector.project_block(block, row + first, checkpoint, expected[:, window])
+    project_blocks(projector, rows, row, checkpoint, expected[:, window])
     assert equal_bits(found, expected)
 
 
@@ -151,9 +150,7 @@ def test_project_on_gpu__samples_far_apart(projector: GpuProjector, tmp_path: Pa
     found = torch.from_numpy(sums).as_strided((3, 5), (stride, 1))
     rows.copy_(gradients(3, 300, torch.float16))
     projector.project_on_gpu(EmulatedKernels(), rows, 0, 0, found)
-    expected = torch.zeros(3, 5, dtype=torch.float64)
-    projector.project_block(rows.contiguous(), 0, 0, expected)
-    assert equal_bits(found.contiguous(), expected)
+    assert equal_bits(found.contiguous(), project_blocks(projector, rows.contiguous(), 0, 0))
 
 
 @settings(max_examples=15)

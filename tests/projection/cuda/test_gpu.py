@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.projection.reference import project_blocks
 from trakdask.projection import SJLT, Mask, Projector, Rademacher, RowMap
 from trakdask.projection.cuda import GpuProjector, kernels_for
 from trakdask.projection.stream import project
@@ -35,10 +36,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def agree(projector: GpuProjector, rows: torch.Tensor, row: int = 0, checkpoint: int = 9) -> bool:
     expected = torch.full((len(rows), projector.proj_dim), 0.1, dtype=torch.float64)
     found = expected.cuda()
-    here = rows.cpu()
-    for first in range(0, rows.shape[1], 16384):
-        part = here[:, first : first + 16384]
-        projector.project_block(part, row + first, checkpoint, expected)
+    project_blocks(projector, rows.cpu(), row, checkpoint, expected)
     projector.project_rows(rows.cuda(), row, checkpoint, found)
     return same(found, expected)
 
@@ -92,9 +90,7 @@ def test_project__a_model(projector: Projector) -> None:
 
 def test_project__on_another_stream() -> None:
     rows = gradients(4, 50000)[:2]
-    expected = torch.zeros(2, 64, dtype=torch.float64)
-    for first in range(0, 50000, 16384):
-        Rademacher(64).project_block(rows[:, first : first + 16384], first, 0, expected)
+    expected = project_blocks(Rademacher(64), rows, 0, 0)
     with torch.cuda.stream(torch.cuda.Stream()):
         found = torch.zeros(2, 64, dtype=torch.float64, device="cuda")
         Rademacher(64).project_rows(rows.cuda(), 0, 0, found)

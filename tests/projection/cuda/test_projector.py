@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.projection.cuda.emulator import COMPILER, EmulatedKernels
+from tests.projection.reference import project_blocks
 from trakdask.errors import KernelError
 from trakdask.projection import SJLT, Identity, Mask, Rademacher, RowMap
 from trakdask.projection import protocol as protocol_of_projectors
@@ -88,9 +89,8 @@ def test_kernels_that_work__other_bits_leave_it_to_torch_and_say_why(
 ) -> None:
     broken = WrongKernels()
     pretend(monkeypatch, broken)
-    rows, expected, found = torch.ones(1, 40000), *torch.zeros(2, 1, 8, dtype=torch.float64)
-    for first in range(0, 40000, 16384):
-        projector.project_block(rows[:, first : first + 16384], first, 0, expected)
+    rows, found = torch.ones(1, 40000), torch.zeros(1, 8, dtype=torch.float64)
+    expected = project_blocks(projector, rows, 0, 0)
     for _ in range(2):
         found.zero_()
         projector.project_rows(rows, 0, 0, found)
