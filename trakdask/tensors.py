@@ -42,17 +42,19 @@ def axes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:2], math.prod(shape[2:])) if len(shape) > 2 else shape
 
 
-def factors_of(shapes: Shapes) -> Iterator[tuple[str, int, int, slice]]:
+def factors_of(shapes: Shapes, writer: str | None = None) -> Iterator[tuple[str, int, int, slice]]:
     """Return, for every axis with eigenvectors, its parameter, number, length and place.
 
     The place says where its matrix is, row by row, among the matrices of all axes. Biases and other
-    vectors have none: the matrix of their only axis would have a column for every element.
+    vectors have none: the matrix of their only axis would have a column for every element. Nor have
+    the words of ``writer``, the matrix that writes words, since they differ less when mixed.
     """
     start = 0
     for name, shape in shapes.items():
         lengths = axes_of(shape)
         for axis, length in enumerate(lengths):
-            if len(lengths) > 1 and 1 < length <= LONGEST_AXIS:
+            is_turned = 1 < length <= LONGEST_AXIS and (name, axis) != (writer, 0)
+            if len(lengths) > 1 and is_turned:
                 yield name, axis, length, slice(start, start + length**2)
                 start += length**2
 
@@ -83,10 +85,12 @@ def places_of(shapes: Shapes) -> dict[str, slice]:
     return {name: slice(*ends) for name, *ends in zip(shapes, starts, ends, strict=True)}
 
 
-def rotations(eigenvectors: np.ndarray, shapes: Shapes, device: torch.device) -> Rotations:
+def rotations(
+    eigenvectors: np.ndarray, shapes: Shapes, device: torch.device, writer: str | None = None
+) -> Rotations:
     """Return the matrix of each axis by parameter."""
     matrices: Rotations = {name: {} for name in shapes}
-    for name, axis, length, place in factors_of(shapes):
+    for name, axis, length, place in factors_of(shapes, writer):
         matrix = torch.tensor(eigenvectors[place], device=device)
         matrices[name][axis] = matrix.view(length, length)
     return matrices

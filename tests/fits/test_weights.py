@@ -15,6 +15,7 @@ from torch import nn
 import trakdask as td
 from tests.fits.test_curvature import case, fitted, gradients, kronecker, require_parts
 from trakdask.fits import fitting, weights
+from trakdask.fits.curvatures import writes_words
 from trakdask.fits.weights import weights_of
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import as_values
@@ -34,7 +35,7 @@ def scaled(name: str, checkpoint: int) -> tuple[dict[str, np.ndarray], np.ndarra
     return {
         n: parts[n] @ kronecker(fitted(name), shapes, n, checkpoint) * factors[place]
         for n, place in places_of(shapes).items()
-    }, np.sqrt(q) * (1 - q)
+    }, np.ones(len(q)) if name == "language" else np.sqrt(q) * (1 - q)
 
 
 def explicit(name: str, checkpoints: list[int]) -> dict[str, dict[str, float]]:
@@ -75,7 +76,8 @@ def weights_in(projector: Fitted) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpoints"), [("cnn", [0, 1]), ("words", [0, 1]), ("cnn", [1])]
+    ("name", "checkpoints"),
+    [("cnn", [0, 1]), ("words", [0, 1]), ("cnn", [1]), ("language", [0, 1])],
 )
 def test_weights__are_those_of_explicit_modules(name: str, checkpoints: list[int]) -> None:
     samples, model = case(name)
@@ -225,7 +227,9 @@ def test_weights__of_one_language_model_are_small_inside(tied: bool, writer: str
         "scores": np.ones((3, 3, len(groups), 1)), "traces": np.ones((len(groups), 1)),
         "directions": np.full((len(groups), 1), 4.0),
     }  # fmt: skip
-    found = {title: each["weight"] for title, each in weights_of(facts, model).items()}
+    shapes, found_writer = model.shapes, writes_words(model)
+    assert found_writer == writer
+    found = {t: each["weight"] for t, each in weights_of(facts, shapes, writer).items()}
     largest = found.pop(writer)
     assert found.keys() == {"inner.weight", VECTORS} | ({"words.weight"} - {writer})
     assert [w / largest for w in found.values()] == pytest.approx(
@@ -233,4 +237,5 @@ def test_weights__of_one_language_model_are_small_inside(tied: bool, writer: str
     )
     adapters = td.Model(Tiny(tied), task=task, parameters="inner.*")  # which write nothing
     facts = {name: values[..., :2, :] for name, values in facts.items()}
-    assert {each["weight"] for each in weights_of(facts, adapters).values()} == {1.0}
+    assert writes_words(adapters) is None
+    assert {each["weight"] for each in weights_of(facts, adapters.shapes, None).values()} == {1.0}

@@ -24,7 +24,7 @@ from trakdask.fits.keeping import kept_rows
 from trakdask.models.model import Model
 from trakdask.projection import SJLT, Projector
 from trakdask.projection.companding import encoded, widened
-from trakdask.projection.fitted import Components, Curvature, Fitted
+from trakdask.projection.fitted import Components, Fitted
 from trakdask.projection.maps import reduced
 from trakdask.provenance import as_values
 from trakdask.samples.array_source import validate_samples
@@ -147,7 +147,7 @@ def with_components(
     rows = kept_rows(wide.feature.data, wide.output.data, wide.out_to_loss.data)
     # 2. The components, and what they make of these features.
     fitted = Fitted.of(projector)
-    n_leading = sum(step.leading for step in fitted.steps if isinstance(step, Curvature))
+    n_leading = 0 if fitted.curvature is None else fitted.curvature.leading
     batches = [] if drawn is None else _micro_batches(wide)
     principal = dask.delayed(partial(_principal, n_columns, n_leading, batches))
     by_checkpoint = dask.compute(*map(principal, rows))

@@ -24,7 +24,7 @@ from trakdask.featurization.lazy import featurize
 from trakdask.featurization.preparation import inputs_of, model_of, projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import with_components
-from trakdask.fits.curvatures import curvature as fit_curvature
+from trakdask.fits.curvatures import curvature_with, writes_words
 from trakdask.fits.following import follows_better_without, totals_of
 from trakdask.fits.keeping import kept_blocks, kept_fits
 from trakdask.fits.moments import MomentsLike, second_moments
@@ -34,7 +34,7 @@ from trakdask.models.tasks.protocol import task_facts
 from trakdask.models.tasks.supervised import Classification, WrongClass
 from trakdask.planning.fits import N_CURVATURE, N_WEIGHTS, sketch_of
 from trakdask.projection import Projector
-from trakdask.projection.fitted import Curvature, Fitted
+from trakdask.projection.fitted import Fitted
 from trakdask.projection.protocol import from_spec
 from trakdask.provenance import digest, require_same
 from trakdask.samples.array_source import validate_samples
@@ -202,8 +202,9 @@ def fit(
             curvature = curvature and before.get("curvature", True)
         elif curvature and not model.reads_tokens and weights is not True:
             is_asked = task_facts(model.task).get("loss_kind") == "cross-entropy"
-    steps_there = () if stored is None else stored.steps
-    kept_weights = next((s.weights for s in steps_there if isinstance(s, Curvature)), None)
+    known_step = None if stored is None else stored.curvature
+    kept_weights = None if known_step is None else known_step.weights
+    writer = writes_words(model) if known_step is None else known_step.writer
     if weights == "auto":
         weights = model.reads_tokens if stored is None else kept_weights is not None
         weights = bool(weights and curvature)
@@ -244,7 +245,7 @@ def fit(
         for name in todo:
             of_one = model.at_checkpoints([name]).spec()
             of = {**asked, "model": of_one, "before": digests.get(name)}
-            of["facts"] = [is_measured, is_asked]
+            of["facts"] = [is_measured, is_asked, writer]
             files[name] = f"{step}-{digest(of)[:32]}.npz"
         return kept_fits(folder, files, model, compute, n, total)
 
@@ -260,7 +261,7 @@ def fit(
         steps = {name: first.at_checkpoints([name]) for name in todo}
         n_leading, rest = 0, sketch
         if curvature:
-            compute = partial(_curvature, few, options, is_measured, is_asked)
+            compute = partial(_curvature, few, options, is_measured, is_asked, writer)
             scales = kept("curvature", {}, of_curvature, compute)
             totals = [fit.arrays["totals"] for fit in scales.values() if is_asked]
             curvature = not (is_asked and follows_better_without(np.concatenate(totals, -1)))
@@ -272,7 +273,7 @@ def fit(
             if is_measured and scales:
                 facts = {n: [fit.arrays[n] for fit in scales.values()] for n in FACTS}
                 whole = {n: np.concatenate(parts, -1) for n, parts in facts.items()}
-                kept_weights = weights_of(whole, model)
+                kept_weights = weights_of(whole, model.shapes, writer)
             for name, fit in scales.items():
                 steps[name] = weighted(fit, kept_weights, model.shapes, n_leading)
         # 3. At each checkpoint, the sketch, its components, and how it curves between classes.
@@ -313,10 +314,15 @@ def _estimate(n_blocks: int, n_fewer: int, left_s: float, block_s: float) -> str
 
 
 def _curvature(
-    few: xr.Dataset, options: Mapping[str, Any], has_weights: bool, is_asked: bool, model: Model
+    few: xr.Dataset,
+    options: Mapping[str, Any],
+    has_weights: bool,
+    is_asked: bool,
+    writer: str | None,
+    model: Model,
 ) -> Fitted:
     """Return the curvature, with what says how much parameters, or the curvature, are believed."""
-    fit = fit_curvature(few, model, leading=0, progress=False, **options)
+    fit = curvature_with(writer, few, model, leading=0, progress=False, **options)
     if has_weights:
         return fit.beside(scores_by_group(few, model, fit, **options))
     return fit.beside({"totals": totals_of(few, model, fit, **options)}) if is_asked else fit

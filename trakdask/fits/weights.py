@@ -21,7 +21,7 @@ import dask
 import numpy as np
 import torch
 import xarray as xr
-from torch import Tensor, nn
+from torch import Tensor
 
 from trakdask.arrays.agreement import mean_agreement
 from trakdask.arrays.weights import gram_weights
@@ -32,7 +32,6 @@ from trakdask.fits.curvatures import leading_coordinates
 from trakdask.fits.keeping import kept_sketches
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch, Forward
-from trakdask.models.tasks.language import CausalLM, TokenClassification
 from trakdask.planning.fits import N_WEIGHTS
 from trakdask.projection import SJLT, Identity, RowMap
 from trakdask.projection.fitted import Curvature, Fitted, Weights
@@ -76,11 +75,11 @@ def scores_by_group(
     width = min(_WIDEST, 2 ** math.floor(math.log2(_SKETCH_BYTES / (4 * n * len(groups)))))
     widths = [min(width, _size(model.shapes, names)) for names in groups.values()]
     prepared = prepare(some, model, projector=curvature.then(SJLT(width)), **options)
-    run = partial(_sketch_block, width, sum(widths))
+    step = curvature.curvature
+    assert step is not None
+    run = partial(_sketch_block, width, sum(widths), step.writer)
     rows = kept_sketches(run, prepared, sum(widths), "sketches")
     # 2. Of each group, products of samples and what follows from them, in a task per checkpoint.
-    step = curvature.steps[0]
-    assert isinstance(step, Curvature)
     facts = [dask.delayed(_facts_at)(both, widths, step) for both in rows]
     columns_of = zip(*dask.compute(*facts), strict=True)
     return {name: np.stack(parts, -1) for name, parts in zip(FACTS, columns_of, strict=True)}
@@ -111,15 +110,15 @@ def _size(shapes: Shapes, names: Sequence[str]) -> int:
 
 
 def _sketch_block(
-    width: int, n_columns: int, job: FeaturizeJob, item: np.ndarray, rows: tuple[slice],
-    *arrays: np.ndarray,
+    width: int, n_columns: int, writer: str | None, job: FeaturizeJob, item: np.ndarray,
+    rows: tuple[slice], *arrays: np.ndarray,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """Return sketches of a block, (sample, column, 1), f and Q."""
     (checkpoint, fit), shapes = item.item(), job.model.shapes
     with running(job, checkpoint, rows, arrays) as samples:
         device = samples.device
         scale = torch.tensor(fit["curvature_scale"], device=device)
-        matrices = rotations(fit["curvature_eigenvectors"], shapes, device)
+        matrices = rotations(fit["curvature_eigenvectors"], shapes, device, writer)
 
         def open_stream(_: Forward, batch: Batch) -> Stream:
             return _Sketches(shapes, scale, width, batch.size, checkpoint.id)
@@ -156,15 +155,17 @@ class _Sketches:
 # ------------------------------------------------------------------------------ of all checkpoints
 
 
-def weights_of(facts: Mapping[str, np.ndarray], model: Model) -> Weights:
+def weights_of(facts: Mapping[str, np.ndarray], shapes: Shapes, writer: str | None) -> Weights:
     """Return the weight of each group, and what it is made of.
 
     Parameters
     ----------
     facts
         What :func:`scores_by_group` returns, of all checkpoints.
-    model
-        Which of its parameters writes words, if it is a causal language model.
+    shapes
+        The parameters.
+    writer
+        The one that writes words, in a causal language model.
 
     Returns
     -------
@@ -172,7 +173,7 @@ def weights_of(facts: Mapping[str, np.ndarray], model: Model) -> Weights:
     before, so that Σ α² share = 1; ``agreement`` r, of several checkpoints; and the number of
     ``directions``. The weight 0 says that its parameters are not differentiated.
     """
-    titles = list(groups_of(model.shapes))
+    titles = list(groups_of(shapes))
     share, directions = (facts[name].mean(-1) for name in ("traces", "directions"))
     share = share / share.sum()
     n_checkpoints = facts["scores"].shape[-1]
@@ -181,8 +182,7 @@ def weights_of(facts: Mapping[str, np.ndarray], model: Model) -> Weights:
         r = np.maximum(agreement, _LEAST)
         alpha = (n_checkpoints * r / (1 + (n_checkpoints - 1) * r)) ** 2
     else:
-        writer = _writes_words(model)
-        is_inner = np.array([writer in titles and title != writer for title in titles])
+        is_inner = np.array([writer not in (None, title) for title in titles])
         alpha = np.where(is_inner, math.sqrt(_INNER), 1.0)
     alpha = alpha * np.sqrt(directions)
     lengths = alpha**2 * share
@@ -197,25 +197,14 @@ def weights_of(facts: Mapping[str, np.ndarray], model: Model) -> Weights:
     }
 
 
-def _writes_words(model: Model) -> str | None:
-    """Return the matrix that makes logits of words, in a causal language model; else None."""
-    if not isinstance(model.task, CausalLM) or isinstance(model.task, TokenClassification):
-        return None
-    module = model.meta_module()
-    named = getattr(module, "get_output_embeddings", lambda: None)()
-    layers = [part for part in module.modules() if isinstance(part, nn.Linear)]
-    last = getattr(named or layers[-1], "weight", None) if named or layers else None
-    return next((n for n, tensor in module.named_parameters() if tensor is last), None)
-
-
 def weighted(curvature: Fitted, weights: Weights | None, shapes: Shapes, n_leading: int) -> Fitted:
     """Return the curvature at one checkpoint with weights in its scale, and other leading columns.
 
     It lacks parameters whose weight is 0. The eigenvalues are those that the scale was made of:
     Λ s² = 1 - δ mean(Λ) s².
     """
-    step, places = curvature.steps[0], places_of(shapes)
-    assert isinstance(step, Curvature)
+    step, places = curvature.curvature, places_of(shapes)
+    assert step is not None
     step = replace(step, weights=weights)
     plain, scales, lengths = curvature.arrays["curvature_scale"], [], []
     for name in (kept := step.differentiated(shapes)):
@@ -225,7 +214,8 @@ def weighted(curvature: Fitted, weights: Weights | None, shapes: Shapes, n_leadi
         scales.append((alpha * s).astype(np.float32))
         lengths.append(np.where(s > 0, alpha**2 * (1 - step.damping * mean * s**2), 0))
     vectors = curvature.arrays["curvature_eigenvectors"]
-    entries = [vectors[place] for name, _, _, place in factors_of(shapes) if name in kept]
+    factors = factors_of(shapes, step.writer)
+    entries = [vectors[place] for name, _, _, place in factors if name in kept]
     leading = leading_coordinates(np.concatenate(lengths)[:, 0], n_leading)
     arrays = {
         "curvature_eigenvectors": np.concatenate([vectors[:0], *entries]),

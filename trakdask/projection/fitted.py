@@ -53,12 +53,15 @@ class Curvature:
         follows projects the others.
     weights
         What the scale of each group of parameters is multiplied by, and why; None for 1.
+    writer
+        The matrix that writes the words of a language model: words have no eigenvectors.
     """
 
     damping: float
     power: float | None
     leading: int
     weights: Weights | None = None
+    writer: str | None = None
 
     kind: ClassVar[str] = "curvature"
     arrays: ClassVar[Mapping[str, str]] = {
@@ -187,8 +190,8 @@ class Fitted:
             if isinstance(step, Projector):
                 steps.append(step.spec())
                 continue
-            # The specs of stores without weights are as they were.
-            values = {n: value for n, value in asdict(step).items() if n != "weights" or value}
+            # The specs of stores without weights, or a writer, are as they were.
+            values = {n: v for n, v in asdict(step).items() if v or n not in ("weights", "writer")}
             steps.append({"kind": step.kind, **values})
         return steps[0] if self.is_random else {"kind": KIND, "steps": steps}
 
@@ -312,10 +315,15 @@ class Fitted:
             ".then(td.SJLT(proj_dim=1024))"
         )
 
+    @property
+    def curvature(self) -> Curvature | None:
+        """The step that scales gradients by a curvature, if there is one."""
+        return next((step for step in self.steps if isinstance(step, Curvature)), None)
+
     def differentiated(self, shapes: Shapes) -> list[str]:
         """Return the parameters of a model whose gradients make features."""
-        first = self.steps[0]
-        return first.differentiated(shapes) if isinstance(first, Curvature) else [*shapes]
+        step = self.curvature
+        return [*shapes] if step is None else step.differentiated(shapes)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -343,7 +351,7 @@ class Fitted:
 
     def sketch_width(self, n_rows: int) -> int:
         """Return the number of columns before they are reduced to components."""
-        leading = sum(step.leading for step in self.steps if isinstance(step, Curvature))
+        leading = 0 if self.curvature is None else self.curvature.leading
         return leading + self.projector.width(n_rows)
 
     def bind(self, row_map: RowMap) -> Fitted:

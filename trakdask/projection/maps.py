@@ -65,7 +65,8 @@ class Maps:
         by_use = {use: arrays[v] for use, v in fitted.variables.items() if v in arrays}
         self.rotations: Rotations | None = None
         if "eigenvectors" in by_use:
-            self.rotations = rotations(by_use["eigenvectors"], shapes, device)
+            writer = fitted.curvature.writer if fitted.curvature else None
+            self.rotations = rotations(by_use["eigenvectors"], shapes, device, writer)
         self.factors: dict[str, Tensor] = {}
         leading = by_use.get("leading", np.empty(0, np.int64))
         # Coordinates are numbered without the padding between parameters that rows have.
