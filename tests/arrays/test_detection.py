@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from trakdask.arrays.detection import proportion_interval, roc_auc
+from trakdask.arrays.evaluation import proportion_interval, roc_auc
 
 
 def auc(values: np.ndarray, positive: np.ndarray) -> float:

@@ -31,13 +31,16 @@ def test_correlation__equals_scipy_of_the_resample(seed: int, n: int, distinct: 
         np.testing.assert_allclose(found, spearman(a, b, counts), atol=1e-12)
 
 
-def test_between_seeds__mean_over_pairs() -> None:
-    x = np.random.default_rng(0).standard_normal((3, 30, 4))
-    ones = np.ones(30, int)
+def test_statistics__the_ceiling_is_of_the_mean_over_pairs_of_seeds() -> None:
+    rng = np.random.default_rng(0)
+    x, ones = rng.standard_normal((30, 4)) + rng.standard_normal((3, 30, 4)), np.ones(30, int)
     pairs = [spearman(x[i], x[j], ones) for i, j in ((0, 1), (0, 2), (1, 2))]
-    found = evaluation.between_seeds([Ranking.of(one) for one in x], np.ones(30))
-    np.testing.assert_allclose(found, np.mean(pairs, axis=0), atol=1e-12)
-    assert np.isnan(evaluation.between_seeds([Ranking.of(x[0])], np.ones(30))).all()
+    seeds = [Ranking.of(one) for one in x]
+    (found,) = evaluation.statistics(seeds[0], [], seeds, np.ones(30))
+    expected = evaluation.ceiling(np.mean(pairs, axis=0), 3)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    assert (expected > 0.3).all()  # and none that was treated as 0
+    assert np.isnan(evaluation.statistics(seeds[0], [], seeds[:1], np.ones(30))).all()
 
 
 def test_ceiling__is_what_a_perfect_prediction_reaches() -> None:
@@ -47,9 +50,10 @@ def test_ceiling__is_what_a_perfect_prediction_reaches() -> None:
     seeds = [signal + rng.standard_normal(signal.shape) for _ in range(3)]
     ones = np.ones(len(signal), int)
     reached = spearman(signal, np.mean(seeds, axis=0), ones)[0]
-    between = evaluation.between_seeds([Ranking.of(one) for one in seeds], np.ones(len(signal)))
+    rankings = [Ranking.of(one) for one in seeds]
+    ((found,),) = evaluation.statistics(rankings[0], [], rankings, np.ones(len(signal)))
     # Exact for Pearson's correlation; of ranks within 0.01.
-    assert evaluation.ceiling(between, 3)[0] == pytest.approx(reached, abs=0.01)
+    assert found == pytest.approx(reached, abs=0.01)
     assert evaluation.ceiling(np.array([0.5]), 3)[0] == pytest.approx(0.75**0.5)
 
 

@@ -156,7 +156,17 @@ def _reduced(
             "expected feature of gram with at least one sample, got 0 samples; try selecting more"
         )
     feature = feature.rechunk({2: 1})  # a task reads the first checkpoint of its block
-    groups = _groups(feature.chunks[0], ROWS_PER_DIM * p)
+    # 1. Consecutive chunks, merged into groups of at least 8 p rows.
+    sizes, least = [0], ROWS_PER_DIM * p
+    for size in feature.chunks[0]:
+        if sizes[-1] >= least:
+            sizes.append(0)
+        sizes[-1] += size
+    if len(sizes) > 1 and sizes[-1] < least:
+        tail = sizes.pop()
+        sizes[-1] += tail
+    groups = tuple(sizes)
+    # 2. Partial sums of each group, added up in a tree.
     ends = np.searchsorted(block_starts(feature.chunks[0]), block_starts(groups))
     blocks = [range(start, end) for start, end in pairwise(ends.tolist())]
     h = None if gram_weights is None else align_weights(gram_weights, feature)
@@ -187,19 +197,6 @@ def accumulation_dtype(proj_dim: int) -> np.dtype[np.floating]:
 
 def _sum_dtype(feature: da.Array | Block) -> np.dtype[np.floating]:
     return np.result_type(accumulation_dtype(feature.shape[1]), product_dtype(feature))
-
-
-def _groups(sizes: tuple[int, ...], min_rows: int) -> tuple[int, ...]:
-    """Merge consecutive chunks into groups of at least ``min_rows`` rows; return their sizes."""
-    groups = [0]
-    for size in sizes:
-        if groups[-1] >= min_rows:
-            groups.append(0)
-        groups[-1] += size
-    if len(groups) > 1 and groups[-1] < min_rows:
-        tail = groups.pop()
-        groups[-1] += tail
-    return tuple(groups)
 
 
 def _concatenated(blocks: Blocks) -> Block:

@@ -38,7 +38,7 @@ _COORDS = {"loss": None, "accuracy": None, "worst_group": "group", "gap": "group
 
 _LOSSES: dict[str, Callable[..., Measured]] = {
     "cross-entropy": arrays.metrics.loss,
-    "weighted cross-entropy": arrays.metrics.weighted_loss,
+    "weighted cross-entropy": arrays.metrics.loss,
     "squared error": arrays.metrics.squared_loss,
     "minus output": arrays.metrics.negative,
 }

@@ -121,7 +121,7 @@ def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> tuple[np.n
             f"expected values without NaN, got NaN in {int(unknown.sum())} of {len(wrong)} "
             f"samples, the first at sample {int(np.argmax(unknown))}; try values.dropna('sample')"
         )
-    results = [arrays.detection.roc_auc(column, wrong, confidence) for column in columns]
+    results = [arrays.evaluation.roc_auc(column, wrong, confidence) for column in columns]
     areas, bounds = zip(*results, strict=True)
     return np.array(areas).reshape(more), np.stack(bounds, axis=1).reshape(2, *more)
 
@@ -140,7 +140,7 @@ def _found_curve(
     of_wrong = n_wrong / n / 2
     return {
         "found": found,
-        "interval": arrays.detection.proportion_interval(found, n_wrong, confidence),
+        "interval": arrays.evaluation.proportion_interval(found, n_wrong, confidence),
         "auc": auc,
         "auc_interval": auc_interval,
         "area": of_wrong + (1 - n_wrong / n) * auc,

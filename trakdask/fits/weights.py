@@ -24,7 +24,7 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from trakdask.arrays.agreement import mean_agreement
+from trakdask.arrays.evaluation import mean_agreement
 from trakdask.arrays.weights import gram_weights
 from trakdask.featurization.block import run_samples, running
 from trakdask.featurization.graphs import block_tasks, variable_of
