@@ -129,20 +129,12 @@ def selection(scores: xr.DataArray, text: str) -> xr.DataArray | Condition:
     ValueError
         If the text is no condition on the coords of these scores.
     """
-    condition = Condition(text)
-    first = scores.coords.to_dataset().isel(
-        {SAMPLE: slice(1), TARGET: slice(1)}, missing_dims="ignore"
-    )
-    if condition(_with_positions(first, {})).dims != (SAMPLE,):
-        return condition
-    return condition(_with_positions(scores.coords.to_dataset(), scores.sizes))
-
-
-def _with_positions(coords: xr.Dataset, sizes: Mapping[Any, int]) -> xr.Dataset:
-    """Return the coords of scores, with positions where samples or targets have no labels."""
+    condition, coords = Condition(text), scores.coords.to_dataset()
+    # Samples and targets without labels have their positions.
     missing = [dim for dim in (SAMPLE, TARGET) if dim not in coords.coords]
-    sizes = {**coords.sizes, **sizes}
-    return coords.assign_coords({dim: np.arange(sizes.get(dim, 1)) for dim in missing})
+    coords = coords.assign_coords({dim: np.arange(scores.sizes.get(dim, 1)) for dim in missing})
+    first = coords.isel({SAMPLE: slice(1), TARGET: slice(1)}, missing_dims="ignore")
+    return condition(coords) if condition(first).dims == (SAMPLE,) else condition
 
 
 @dataclass(frozen=True)
@@ -174,8 +166,12 @@ class _Evaluation:
         if type(sign) not in _COMPARISONS:
             raise self._refused("one of == != < <= > >=, or in before a list such as [1, 2]", right)
         values = self._alike(left, right)
-        if isinstance(sign, (ast.Eq, ast.NotEq)):
-            values = _coded(*values)
+        is_of_pairs = sum(np.ndim(value) for value in values) > 1
+        if isinstance(sign, ast.Eq | ast.NotEq) and is_of_pairs and _kind(values[0]) == "text":
+            # Texts of samples and of targets: n + m are sorted, and n × m numbers compared.
+            codes = np.unique(np.concatenate([x.values for x in values]), return_inverse=True)[1]
+            parts = np.split(codes, [values[0].size])
+            values = values[0].copy(data=parts[0]), values[1].copy(data=parts[1])
         return _COMPARISONS[type(sign)](*values)
 
     def _is_in(self, left: ast.expr, others: list[ast.expr]) -> Any:
@@ -215,7 +211,14 @@ class _Evaluation:
         elif kinds[0] != kinds[1]:
             expected = f"two values of one kind, not {kinds[0]} and {kinds[1]}"
             literal = right if isinstance(right, ast.Constant) else left
-            raise self._refused(expected, literal, _of_other_kind(literal))
+            remedy = _EXAMPLE  # or what to type in place of a number or a text
+            match literal:
+                case ast.Constant(value=str() as given):
+                    number = given if given.isdecimal() else "a number, such as: label == 3"
+                    remedy = f"try {number}"
+                case ast.Constant(value=value):
+                    remedy = f"try {str(value)!r}"
+            raise self._refused(expected, literal, remedy)
         return values[0], values[1]
 
     def _value(self, node: ast.expr) -> Any:
@@ -280,28 +283,6 @@ def _spelled(text: object) -> str:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return _EXAMPLE
     return f"try {spelled:.200}" if spelled != text else _EXAMPLE
-
-
-def _of_other_kind(node: ast.expr) -> str:
-    """Return what to type in place of a number or a text, if a coord has no values of that kind."""
-    match node:
-        case ast.Constant(value=str() as text):
-            return f"try {text}" if text.isdecimal() else "try a number, such as: label == 3"
-        case ast.Constant(value=value):
-            return f"try {str(value)!r}"
-    return _EXAMPLE
-
-
-def _coded(left: Any, right: Any) -> tuple[Any, Any]:
-    """Return numbers in place of texts of samples and of targets, so that pairs are compared fast.
-
-    n + m texts are sorted, and n × m numbers compared.
-    """
-    if {_kind(left), _kind(right)} != {"text"} or np.ndim(left) + np.ndim(right) < 2:
-        return left, right
-    texts = np.concatenate([left.values, right.values])
-    codes = np.unique(texts, return_inverse=True)[1]
-    return left.copy(data=codes[: left.size]), right.copy(data=codes[left.size :])
 
 
 def _kind(value: Any) -> str:

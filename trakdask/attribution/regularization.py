@@ -10,7 +10,7 @@ import xarray as xr
 
 from trakdask import arrays
 from trakdask.arrays.blocks import field
-from trakdask.attribution.damping_rules import Choice, regularize
+from trakdask.attribution.damping_rules import regularize
 from trakdask.attribution.estimators import EstimatorLike, with_gram
 from trakdask.attribution.gauss_newton import Soft
 from trakdask.attribution.protocol import LOGIT_VARIANCE, SCORE_POWER, GramEstimator
@@ -110,10 +110,6 @@ def damping(
     validate(features, ["feature"], what="features")
     features = lazy_features(features)
     _, choice = regularize(features, with_gram(features, estimator), calibrate)
-    return _described(features, choice)
-
-
-def _described(features: xr.Dataset, choice: Choice) -> xr.Dataset:
     about = {
         "relative": "λ in units of tr(K)/n",
         "curve": "correlation of outputs with totals of attributions",

@@ -51,20 +51,32 @@ def bounded(
     q: float | None,
 ) -> xr.Dataset:
     """Return scores, or the self-influence, with intervals; see :func:`score`."""
-    quantile = _quantile(features, level, by)
+    from scipy.special import stdtrit  # the cost of importing
+
+    # 1. The options, and the distance of the bounds in standard errors.
+    level = require_number("level", level, low=0, high=1, remedy="try level=0.9")
+    validate(features, ["feature", "out_to_loss"], what="features")
+    if by is not None and not isinstance(by, xr.DataArray):
+        names_of_groups(coords_along(features, SAMPLE), by)
+    if (n := features.sizes[CHECKPOINT]) < LEAST_FOLDS:
+        raise ValueError(
+            f"expected {LEAST_FOLDS} or more checkpoints for intervals, which follow from how much "
+            f"these differ, got {n}; try training more with other seeds, or td.score(features, "
+            "targets, average=False) to see the score of each"
+        )
+    quantile = float(stdtrit(n - 1, (1 + level) / 2))
+    # 2. Scores and bounds, and which of them are significant.
     if q is not None:
         q = require_number("q", q, low=0, high=1, remedy="try q=0.1")
     labels, tiles, attrs = estimated(features, targets, estimator, by)
     attrs = {**attrs, "level": level}
     parts = arrays.jackknife.interval(tiles, quantile)
     if q is not None:
-        from scipy.special import stdtrit  # the cost of importing
-
         # Under another name, since the scores would else wait in memory until all are counted.
         _, counted, _ = estimated(features, targets, estimator, by, name="counted-score")
         columns = counted[:, None] if targets is None else counted.reshape(-1, counted.shape[-1])
         *_, ratio = arrays.jackknife.interval(columns, 0)
-        edges = -stdtrit(features.sizes[CHECKPOINT] - 1, arrays.jackknife.LEVELS / 2)
+        edges = -stdtrit(n - 1, arrays.jackknife.LEVELS / 2)
         least = arrays.jackknife.least_significant(ratio, edges, q)
         parts = tuple(da.where(abs(parts[-1]) >= least, part, np.nan) for part in parts)
         attrs["false_discovery_rate"] = q
@@ -136,20 +148,3 @@ def _of_groups(
     require_sums(of.feature.data, n_groups, weights.shape[1])
     sums = arrays.groups.weighted_sums(of.feature.data, weights, members, n_groups)
     return arrays.jackknife.member_score(sums, solved)
-
-
-def _quantile(features: xr.Dataset, level: float | None, by: By | None) -> float:
-    """Return the distance of the bounds in standard errors."""
-    from scipy.special import stdtrit  # the cost of importing
-
-    level = require_number("level", level, low=0, high=1, remedy="try level=0.9")
-    validate(features, ["feature", "out_to_loss"], what="features")
-    if by is not None and not isinstance(by, xr.DataArray):
-        names_of_groups(coords_along(features, SAMPLE), by)
-    if (n := features.sizes[CHECKPOINT]) < LEAST_FOLDS:
-        raise ValueError(
-            f"expected {LEAST_FOLDS} or more checkpoints for intervals, which follow from how much "
-            f"these differ, got {n}; try training more with other seeds, or td.score(features, "
-            "targets, average=False) to see the score of each"
-        )
-    return float(stdtrit(n - 1, (1 + level) / 2))

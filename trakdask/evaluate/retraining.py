@@ -152,7 +152,13 @@ def train_models(
     numbers = _seed_numbers(seeds)
     if store is None:
         return _lazy_outputs(train_fn, masks, numbers, n_targets, None)
-    spec = {"tag": tag or _tag(train_fn), "samples": masks.shape[1], "targets": n_targets}
+    name = tag or getattr(train_fn, "__qualname__", None)
+    if name is None or (not tag and "<lambda>" in name):
+        raise ValueError(
+            f"expected train_fn with a name that identifies it in the store, got "
+            f"{shown(train_fn)}; try tag='resnet, 20 epochs'"
+        )
+    spec = {"tag": name, "samples": masks.shape[1], "targets": n_targets}
     # A file is named after the mask and the seed of its model, so that calls with more subsets or
     # seeds, and other experiments with the same train_fn, share a store and train no model twice.
     folder = Folder(location(store))
@@ -236,16 +242,6 @@ def _files(masks: NDArray[np.bool_], seeds: NDArray[np.int64]) -> set[str]:
     return {f"{model_key(mask, seed)}.npy" for mask in masks for seed in seeds.tolist()}
 
 
-def _tag(train_fn: Callable[..., ArrayLike]) -> str:
-    name: str | None = getattr(train_fn, "__qualname__", None)
-    if name is None or "<lambda>" in name:
-        raise ValueError(
-            f"expected train_fn with a name that identifies it in the store, got "
-            f"{shown(train_fn)}; try tag='resnet, 20 epochs'"
-        )
-    return name
-
-
 def _lazy_outputs(
     train_fn: Callable[..., ArrayLike],
     masks: da.Array,
@@ -277,25 +273,21 @@ def _train_block(
     """Read the outputs of one model, or train it and store them."""
     (mask,), seed = masks, int(seeds[0])
     key = model_key(mask, seed)
-    outputs = None if models is None else _stored(models, f"{key}.npy")
-    if outputs is None:
-        what = f"subset {subsets[0]} ({mask.sum()} of {len(mask)} samples) with seed {seed}"
-        function = functools.partial(_outputs, train_fn, n_targets)
-        outputs = trained_alone(function, np.flatnonzero(mask), int(key[:8], 16) >> 1, what)
-        if models is not None:
-            with models.writing(f"{key}.npy") as file:
-                np.save(file, outputs)
+    name = f"{key}.npy"
+    if models is not None:
+        try:
+            return np.load(io.BytesIO(models.read(name)))[None, None]
+        except FileNotFoundError:
+            pass  # it has not been trained
+        except (ValueError, EOFError) as err:
+            raise ValueError(f"{models.url}/{name} is damaged ({err}); try deleting it") from err
+    what = f"subset {subsets[0]} ({mask.sum()} of {len(mask)} samples) with seed {seed}"
+    function = functools.partial(_outputs, train_fn, n_targets)
+    outputs = trained_alone(function, np.flatnonzero(mask), int(key[:8], 16) >> 1, what)
+    if models is not None:
+        with models.writing(name) as file:
+            np.save(file, outputs)
     return outputs[None, None]
-
-
-def _stored(models: Folder, file: str) -> NDArray[np.float64] | None:
-    """Read the outputs of a completed model; None if it has not been completed."""
-    try:
-        return np.load(io.BytesIO(models.read(file)))
-    except FileNotFoundError:
-        return None
-    except (ValueError, EOFError) as err:
-        raise ValueError(f"{models.url}/{file} is damaged ({err}); try deleting it") from err
 
 
 def _outputs(

@@ -62,10 +62,26 @@ class TextPlot:
     decimals: int
 
     def __repr__(self) -> str:
-        return "\n\n".join(_plain_row(*row, self.decimals) for row in self._rows())
+        rows = []
+        for title, tokens in self._rows():
+            strongest = sorted(tokens, key=lambda token: -abs(token[2]))[:_N_STRONGEST]
+            words = (f"{_visible(x).strip()!r} {y:+.{self.decimals}f}" for x, y, _ in strongest)
+            texts = "".join(_visible(text) for text, *_ in tokens).strip()
+            rows.append(f"{title}\n{texts}\nstrongest: {', '.join(words)}")
+        return "\n\n".join(rows)
 
     def _repr_html_(self) -> str:
-        rows = "".join(_html_row(*row, self.decimals) for row in self._rows())
+        rows = ""
+        for title, tokens in self._rows():
+            spans = "".join(
+                f'<span title="{score:+.{self.decimals}f}" style="background:{_color(strength)}">'
+                f"{escape(_visible(text))}</span>"
+                for text, score, strength in tokens
+            )
+            rows += (
+                f'<div style="margin-top:0.6em"><b>{escape(title)}</b></div>'
+                f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{spans}</div>'
+            )
         return (
             f'<div class="trakdask-html" style="font-family:monospace;line-height:1.6">{rows}'
             '<div style="margin-top:0.6em;opacity:0.7">green helped, red harmed</div></div>'
@@ -146,25 +162,6 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
         mask = scores[f"{prefix}{_MASK}"].values != 0
     labels = [""] * len(scores) if label is None else [str(value) for value in scores[label].values]
     return TextPlot(labels, texts, scores.values.astype(np.float64), mask, decimals(scores))
-
-
-def _plain_row(title: str, tokens: list[tuple[str, float, float]], digits: int) -> str:
-    strongest = sorted(tokens, key=lambda token: -abs(token[2]))[:_N_STRONGEST]
-    words = (f"{_visible(text).strip()!r} {score:+.{digits}f}" for text, score, _ in strongest)
-    texts = "".join(_visible(text) for text, *_ in tokens).strip()
-    return f"{title}\n{texts}\nstrongest: {', '.join(words)}"
-
-
-def _html_row(title: str, tokens: list[tuple[str, float, float]], digits: int) -> str:
-    spans = "".join(
-        f'<span title="{score:+.{digits}f}" style="background:{_color(strength)}">'
-        f"{escape(_visible(text))}</span>"
-        for text, score, strength in tokens
-    )
-    return (
-        f'<div style="margin-top:0.6em"><b>{escape(title)}</b></div>'
-        f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{spans}</div>'
-    )
 
 
 def _color(strength: float) -> str:
