@@ -12,7 +12,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.arrays.graphs import plain
 from trakdask.arrays.memory import Sizes
-from trakdask.attribution.gauss_newton import Trak
+from trakdask.attribution.estimators import Trak
 from trakdask.attribution.protocol import GIVEN, GramEstimator
 from trakdask.execution import require_memory
 from trakdask.provenance import as_text
