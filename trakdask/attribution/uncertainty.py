@@ -9,7 +9,6 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import xarray as xr
-from scipy import sparse
 
 from trakdask import arrays
 from trakdask.attribution.estimators import EstimatorLike, resolve
@@ -22,7 +21,6 @@ from trakdask.attribution.labels import (
     score_attrs,
 )
 from trakdask.attribution.operands import (
-    Solver,
     operands_of,
     require_sums,
     require_tiles,
@@ -114,30 +112,16 @@ def estimated(
         labels, members, n_groups = labels_of_groups(training, explained, by)
     operands = solver(training, resolve(training, estimator))
     attrs = score_attrs(training, targets, operands.attrs)
+    x, solved = operands.features.feature.data, operands.vectors(explained)
+    weight, pooled = operands.weight(operands.features), operands.estimator.pooled
+    without = operands.estimator.fold_weights(operands.features, operands.inverse)
+    # 1. Scores of single samples.
     if by is None:
-        of, solved = operands.features, operands.vectors(explained)
-        require_tiles(of.feature.data, solved, errors=True)
-        tiles = arrays.score.score(
-            of.feature.data, solved, operands.weight(of),
-            folds=operands.fold_weights(of), pooled=operands.estimator.pooled, name=name,
-        )  # fmt: skip
+        require_tiles(x, solved, errors=True)
+        tiles = arrays.score.score(x, solved, weight, folds=without, pooled=pooled, name=name)
         return labels, tiles, attrs
-    tiles = _of_groups(operands, members, math.prod(n_groups), operands.vectors(explained))
-    if len(n_groups) > 1:
-        tiles = tiles.reshape((*n_groups, tiles.shape[1]))
-    return labels, tiles, attrs
-
-
-def _of_groups(
-    operands: Solver,
-    members: np.ndarray | sparse.csr_array,
-    n_groups: int,
-    solved: da.Array,
-) -> da.Array:
-    """Return the scores of groups with their errors, (group, target)."""
-    of = operands.features
-    weight, without = operands.weight(of), operands.fold_weights(of)
-    if operands.estimator.pooled:
+    # 2. Sums by group, with the weights without each checkpoint, and with all of them as the last.
+    if pooled:
         all_of_them = arrays.weights.pooled(weight)[:, None]
         weights = da.concatenate([without, all_of_them], axis=1)
     else:
@@ -145,6 +129,10 @@ def _of_groups(
         weights = folds[:, :, None] * weight[:, None, :]
     # A sample that failed at a checkpoint has a weight without it, but none with all of them.
     weights += 0 * weights.sum(axis=1, keepdims=True)
-    require_sums(of.feature.data, n_groups, weights.shape[1])
-    sums = arrays.groups.weighted_sums(of.feature.data, weights, members, n_groups)
-    return arrays.jackknife.member_score(sums, solved)
+    n = math.prod(n_groups)
+    require_sums(x, n, weights.shape[1])
+    sums = arrays.groups.weighted_sums(x, weights, members, n)
+    tiles = arrays.jackknife.member_score(sums, solved)
+    if len(n_groups) > 1:
+        tiles = tiles.reshape((*n_groups, tiles.shape[1]))
+    return labels, tiles, attrs
