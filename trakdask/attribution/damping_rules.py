@@ -244,7 +244,7 @@ def choose(
     """Return the λ of an estimator: the one that it has, or the one that its rule chooses."""
     damping = estimator.damping
     if isinstance(damping, xr.DataArray):
-        return _unasked(_of_variable(damping), "given")
+        return _unasked(plain(damping.variable.chunk({CHECKPOINT: 1}).data), "given")
     if isinstance(damping, Absolute):
         lam = da.full(len(sums.labels), float(damping.value), chunks=1)
         return _unasked(lam, "absolute")._replace(rule=f"{damping.value}")
@@ -260,10 +260,6 @@ def choose(
 
 def _unasked(lam: da.Array, rule: str) -> Choice:
     return Choice(lam, rule, da.from_array(made_choice(rule)))
-
-
-def _of_variable(damping: xr.DataArray) -> da.Array:
-    return plain(damping.variable.chunk({CHECKPOINT: 1}).data)
 
 
 def by_trace(features: xr.Dataset, sums: Sums) -> Choice:
@@ -361,8 +357,8 @@ def chosen_before(features: xr.Dataset, estimator: GramEstimator) -> Choice | No
     is_auto = estimator.damping == estimator.with_damping("auto").resolved(features).damping
     if not is_auto or set(pooled_checkpoints(attrs)) != set(checkpoint_names(features)):
         return None
-    lam, samples = _of_variable(features[DAMPING]), attrs.get("samples", "")
-    if samples:
+    lam = plain(features.variables[DAMPING].chunk({CHECKPOINT: 1}).data)
+    if samples := attrs.get("samples", ""):
         _warn_of_few_checkpoints(len(lam))
         arrays.damping.warn_of_choice(attrs["relative"], attrs["peak"], samples)
     if "relative" not in attrs:

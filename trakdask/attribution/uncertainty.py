@@ -47,11 +47,17 @@ def bounded(
     *,
     level: float | None,
     q: float | None,
+    average: bool = True,
 ) -> xr.Dataset:
     """Return scores, or the self-influence, with intervals; see :func:`score`."""
     from scipy.special import stdtrit  # the cost of importing
 
     # 1. The options, and the distance of the bounds in standard errors.
+    if not average:
+        raise ValueError(
+            "expected average=True with level= or q=, since intervals are of means over "
+            "checkpoints, got average=False; try leaving out either"
+        )
     level = require_number("level", level, low=0, high=1, remedy="try level=0.9")
     validate(features, ["feature", "out_to_loss"], what="features")
     if by is not None and not isinstance(by, xr.DataArray):
