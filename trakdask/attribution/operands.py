@@ -84,7 +84,7 @@ class Solver:
     ) -> da.Array:
         """Return the weighted sum of the features of each group of samples."""
         feature, pooled = of.feature.data, self.estimator.pooled
-        weight = self.weight(of)
+        weight = self.estimator.weight(of, self.inverse)
         require_sums(feature, n_groups)
         if pooled:
             weight = arrays.weights.pooled(align_weights(weight, feature))
