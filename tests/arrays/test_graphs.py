@@ -38,11 +38,6 @@ def positive_definite(seed: int) -> da.Array:
     return lazy(np.einsum("spc,sqc->pqc", x, x), P)
 
 
-def decomposition(seed: int) -> da.Array:
-    x, h, g, _ = data()
-    return decomposed(x + seed, h, g)
-
-
 def table(seed: int, *shape: int) -> da.Array:
     """Positive numbers in chunks of 7."""
     return da.from_array(np.random.default_rng(seed).random(shape), chunks=7)
@@ -65,7 +60,7 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     **dict.fromkeys(("gram", "vectors"), positive_definite),
     "loss_gradient": lambda seed: lazy(np.random.default_rng(seed).random((P, C)), P),
     "damping": lambda seed: da.from_array(np.array([0.5, 1 + seed]), chunks=1),
-    "spectrum": decomposition,
+    "spectrum": lambda seed: decomposed(data()[0] + seed, *data()[1:3]),
     "spectrum.values": lambda seed: lazy(np.random.default_rng(seed).random((P, C)), P),
     "inverse": lambda seed: cholesky(
         positive_definite(seed), da.from_array(np.array([0.5, 0.5]), chunks=1), LABELS
@@ -150,15 +145,11 @@ def parameters(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def arguments(function: Callable[..., Any], **seeds: int) -> dict[str, Any]:
-    return {
+def results(function: Callable[..., Any], **seeds: int) -> list[da.Array]:
+    made = function(**{
         name: (INPUTS.get(f"{function.__name__}.{name}") or INPUTS[name])(seeds.get(name, 0))
         for name in parameters(function)
-    }
-
-
-def results(function: Callable[..., Any], **seeds: int) -> list[da.Array]:
-    made = function(**arguments(function, **seeds))
+    })  # fmt: skip
     return list(made) if isinstance(made, tuple) else [made]
 
 

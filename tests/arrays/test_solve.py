@@ -124,15 +124,10 @@ def test_decompose__is_the_matrix_again(rank: int) -> None:
     np.testing.assert_allclose(kept.T @ kept, np.eye(rank), atol=1e-9)
 
 
-def definite(p: int, condition: float = 1e3) -> np.ndarray:
-    """A symmetric matrix with known eigenvalues between 1 / condition and 1."""
-    q, _ = np.linalg.qr(np.random.default_rng(p).standard_normal((p, p)))
-    return (q * np.geomspace(1 / condition, 1, p)) @ q.T
-
-
 @pytest.mark.parametrize("p", [1, 128, 300])
 def test_in_place__numpy(p: int) -> None:
-    a = definite(p)
+    q, _ = np.linalg.qr(np.random.default_rng(p).standard_normal((p, p)))
+    a = (q * np.geomspace(1e-3, 1, p)) @ q.T  # with these eigenvalues
     found = a + np.triu(np.full((p, p), np.nan), 1)
     assert cholesky_in_place(found)
     np.testing.assert_allclose(found, np.linalg.cholesky(a), atol=1e-13)
