@@ -55,7 +55,7 @@ ROWS = [slice(0, 4), slice(4, 7), slice(7, 10)]
 def test_read_in_task__what_is_made_of_stored_blocks() -> None:
     values = np.random.default_rng(0).random((10, 2))
     weights = stored(values, (5, 1))
-    made = map_stored(np.sqrt, weights, dtype=float, name="roots")
+    made = map_stored(np.sqrt, weights, name="roots")
     (first, _), (_, last) = blocks_of(made)
     np.testing.assert_array_equal(first, np.sqrt(values[:5, :1]))
     np.testing.assert_array_equal(last, np.sqrt(values[5:, 1:]))
