@@ -88,7 +88,7 @@ def kernels(x: da.Array, w: da.Array, matrix: da.Array) -> dict[str, da.Array]:
         "gram": arrays.gram.gram(x, g),
         "gram and sum": arrays.gram.gram_and_sum(x, g, g)[1],
         "loss gradient": r,
-        "traces": arrays.gram.closed_form(matrix, 0.1, labels),
+        "traces": arrays.gram.traces(matrix, labels),
         "score": arrays.score.score(x, w, g),
         "score of each": arrays.score.score(x, w, g, average=False),
         "score with errors": arrays.score.score(x, w, g, folds=g)["error"],

@@ -109,7 +109,6 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "n_samples": lambda seed: [N, 1000][seed],
     "n": lambda seed: N + seed,
     "labels": lambda seed: [LABELS, ["a", "c"]][seed],
-    "factor": lambda seed: 0.03 + seed,
     "power": lambda seed: [0.5, 1][seed],
     "codes": lambda seed: (np.arange(N) + seed) % 3,
     "n_groups": lambda seed: 3 + seed,

@@ -300,21 +300,8 @@ def of_rows(matrix: Block, rows: np.ndarray) -> Block:
     return matrix if is_done else matrix[:, rows]
 
 
-def mean_trace(gram: da.Array, n_sample: int, labels: Sequence[object]) -> da.Array:
-    """Return tr(K_c)/n, (checkpoint,) float64, lazy: the unit of relative damping.
-
-    Computing it raises a ValueError that names the checkpoint, if K is all 0.
-
-    Examples
-    --------
-    >>> mean_trace(da.ones((2, 2, 1), chunks=(2, 2, 1)), 4, ["c0"]).compute().tolist()
-    [0.5]
-    """
-    return _traces(gram, labels)[0] / n_sample
-
-
-def closed_form(gram: da.Array, factor: float, labels: Sequence[object]) -> da.Array:
-    """Return the damping λ_c = factor · tr(K_c²) / tr(K_c).
+def traces(gram: da.Array, labels: Sequence[object]) -> da.Array:
+    """Return tr(K_c) and tr(K_c²)/tr(K_c), the units of the damping λ.
 
     tr(K²)/tr(K) is the mean of the eigenvalues of K, weighted by the eigenvalues themselves, so λ
     scales with the gradients and the same factor is suitable for all checkpoints.
@@ -323,15 +310,13 @@ def closed_form(gram: da.Array, factor: float, labels: Sequence[object]) -> da.A
     ----------
     gram
         (proj_dim, proj_dim, checkpoint), float, chunks (p, p, 1), symmetric.
-    factor
-        At least 0.
     labels
         The checkpoints' names, for errors.
 
     Returns
     -------
-    (checkpoint,) float64, lazy, chunks of 1, in the units of ``gram``; not finite for a checkpoint
-    whose ``gram`` is not finite.
+    (2, checkpoint) float64, lazy, chunks of one checkpoint, in the units of ``gram``; not finite
+    for a checkpoint whose ``gram`` is not finite.
 
     Raises
     ------
@@ -345,22 +330,16 @@ def closed_form(gram: da.Array, factor: float, labels: Sequence[object]) -> da.A
 
     Examples
     --------
-    >>> k = da.ones((2, 2, 1), chunks=(2, 2, 1))
-    >>> closed_form(k, 0.5, ["c0"]).compute().tolist()
-    [1.0]
+    >>> traces(da.ones((2, 2, 1), chunks=(2, 2, 1)), ["c0"]).compute().tolist()
+    [[2.0], [2.0]]
     """
-    return factor * _traces(gram, labels)[1]
-
-
-def _traces(gram: da.Array, labels: Sequence[object]) -> da.Array:
-    """Return tr(K) and tr(K²)/tr(K), (2, checkpoint)."""
     return blockwise(
-        _traces_of_block, "tc", gram, "pqc", texts(labels), "c",
+        _traces, "tc", gram, "pqc", texts(labels), "c",
         new_axes={"t": 2}, concatenate=False, name="traces", dtype=np.float64,
     )  # fmt: skip
 
 
-def _traces_of_block(gram: Blocks, label: str) -> Block:
+def _traces(gram: Blocks, label: str) -> Block:
     (block,) = flat(gram)
     trace = float(np.trace(block[:, :, 0], dtype=np.float64))
     if not trace:  # K is a sum of squares, so all of K is 0, too

@@ -249,7 +249,7 @@ def choose(
         lam = da.full(len(sums.labels), float(damping.value), chunks=1)
         return _unasked(lam, "absolute")._replace(rule=f"{damping.value}")
     if isinstance(damping, float):
-        lam = arrays.gram.closed_form(sums.gram, damping, sums.labels)
+        lam = damping * arrays.gram.traces(sums.gram, sums.labels)[1]
         return _unasked(lam, f"{damping:.3g} tr(K^2)/tr(K)")
     if damping == "trace":
         return by_trace(features, sums)

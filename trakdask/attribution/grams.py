@@ -133,7 +133,7 @@ class Sums(NamedTuple):
     @property
     def unit(self) -> da.Array:
         """tr(K_c)/n, (checkpoint,), which λ is relative to."""
-        return arrays.gram.mean_trace(self.gram, self.n_samples, self.labels)
+        return arrays.gram.traces(self.gram, self.labels)[0] / self.n_samples
 
     def inverse(self, damping: da.Array) -> da.Array:
         """Return (K_c + λ_c I)⁻¹, (checkpoint,), for :func:`trakdask.arrays.solve.solve`."""
