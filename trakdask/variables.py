@@ -163,11 +163,14 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
             f"expected {what} as an xarray.Dataset, got {shown(ds)} ({type(ds).__name__}); try the "
             "result of td.featurize or td.open"
         )
-    if ds.sizes.get(CHECKPOINT) == 0:
-        raise ValueError(
-            f"expected {what} of one or more checkpoints, got none; try other labels in "
-            "ds.sel(checkpoint=...)"
-        )
+    for dim, many, remedy in (
+        (CHECKPOINT, "checkpoints", "labels in ds.sel"),
+        (PROJ_DIM, "columns", "columns in ds.isel"),
+    ):
+        if ds.sizes.get(dim) == 0:
+            raise ValueError(
+                f"expected {what} of one or more {many}, got none; try other {remedy}({dim}=...)"
+            )
     for name in names:
         _validate_variable(ds, VARIABLES[name], what)
     of_results = {*VARIABLES, TARGET, RANK, CHECKPOINT, PROJ_DIM} - {"self_influence"}

@@ -106,6 +106,10 @@ ROWS = [
         ("masks of other samples", {"masks": MASKS[:, :9]}, ValueError, ["sample", "9", "12"]),
         ("targets in another order", TURNED, ValueError, ["'target'"]),
         ("a sample is NaN", {"scores": nan_at(SCORES, 5)}, ValueError, ["scores", "3 targets"]),
+        ("complex scores", {"scores": 1j * SCORES}, TypeError, ["real", "complex128", ".real"]),
+        ("complex outputs", {"outputs": OUTPUTS + 0j}, TypeError, ["real", "complex128", ".real"]),
+        ("outputs in words", {"outputs": OUTPUTS.astype(str)}, TypeError, ["real", "<U32"]),
+        ("no target", {"scores": SCORES[:, :0], "outputs": OUTPUTS[:, :0]}, ValueError, ["targets, got none"]),
     ),
     *rows(
         "subsets",
@@ -124,7 +128,9 @@ ROWS = [
     ),
     *rows(
         "mislabelled_curve",
+        ("one number", {"fractions": 0.2}, ValueError, ["fractions", "0.2", "[0.1, 0.2]"]),
         ("a NaN", {"values": nan_at(SCORES[:, 0], [7, 9])}, ValueError, ["2 of 12", "sample 7"]),
+        ("complex values", {"values": SCORES[:, 0] + 0j}, TypeError, ["complex128"]),
         ("positions", {"is_mislabelled": [0, 1, 2]}, ValueError, ["int64"]),
         ("other samples", {"is_mislabelled": WRONG[:9]}, ValueError, ["12", "9"]),
         ("all right", {"is_mislabelled": WRONG & ~WRONG}, ValueError, ["is_mislabelled", "0"]),
@@ -134,6 +140,8 @@ ROWS = [
         NO_FLAG,
         ("raises", {"train_fn": failing}, FAILED, ["subset", "loss is NaN"]),
         ("returns NaN", returning([1.0, np.nan, 2.0]), FAILED, ["NaN", "target 1"]),
+        ("returns complex numbers", returning([1j, 2, 3]), FAILED, ["real", "complex", ".real"]),
+        ("the result of training", {"train_fn": np.ones(3)}, TypeError, ["train_fn", "array([1., 1., 1.])"]),
         ("one mask", {"masks": MASKS[0]}, ValueError, ["subset"]),
         ("no targets", {"targets": 0}, ValueError, ["targets >= 1, got 0"]),
         ("targets a word", {"targets": "3"}, TypeError, ["targets", "'3'"]),
@@ -145,6 +153,8 @@ ROWS = [
         "removal_curve",
         NO_FLAG,
         ("scores are NaN", {"scores": SCORES * np.nan}, ValueError, ["scores", "NaN"]),
+        ("complex scores", {"scores": SCORES + 0j}, TypeError, ["real", "complex128"]),
+        ("one number", {"fractions": 0.2}, ValueError, ["fractions", "0.2", "[0.1, 0.2]"]),
     ),
     *rows(
         "leave_group_out",

@@ -31,6 +31,7 @@ ROWS = [
     BadInput(F, "samples a list", options([1]), TypeError, ["Dataset", "list"]),
     BadInput(F, "no sample dimension", options(xr.Dataset({"image": ("row", [1.0])})), ValueError, ["'sample'", "['row']"]),
     BadInput(F, "one sample without its dimension", options(data().isel(sample=0)), ValueError, ["'sample'", "isel(sample=[0])"]),
+    BadInput(F, "like samples", lambda _: td.featurize(data(), td.Model(NET), like=data()), ValueError, ["'feature'", "in like", "td.featurize"]),
     BadInput(F, "like a path", lambda _: td.featurize(data(), td.Model(NET), like="train.zarr"), TypeError, ["like", "'train.zarr'", "td.open"]),
     BadInput(F, "no variables", options(xr.Dataset(coords={"c": ("sample", [1])})), ValueError, ["reset_coords"]),
     BadInput(F, "a module", lambda _: td.featurize(data(), NET), TypeError, ["td.Model", "Linear"]),

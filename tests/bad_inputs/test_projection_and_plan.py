@@ -87,6 +87,8 @@ PLAN = rows(
     (lambda: td.plan(td.testing.simulate_features()), ValueError, ["kind", "'simulated'"]),
     (lambda: td.plan(with_spec(definition=2)), ValueError, ["definition", "2"]),
     (lambda: td.plan(features(), [td.SJLT(8), None]), TypeError, ["projectors", "None"]),
+    (lambda: td.plan(features(), n_fitted="all"), TypeError, ["n_fitted", "'all'"]),
+    (lambda: td.plan(features(), n_fitted=-1), ValueError, ["n_fitted >= 1", "-1"]),
     (lambda: td.plan(features().compute(scheduler="sync"), pilot=True), ValueError, ["pilot=True"]),
 )  # fmt: skip
 

@@ -158,6 +158,7 @@ OTHERS = {
             "second_moments": lambda: td.keep_checkpoints("x", second_moments="no"),
             "overwrite": lambda: td.to_parquet(td.top_k(td.score(X, T), 3), "x", overwrite="no"),
         }.items()),
+        ("labels of samples", lambda: td.group_score(X, T, by=xr.DataArray(["a"] * X.sizes["sample"], dims="sample")), ValueError, ["labels ('sample',)", "assign_coords", "by='group'"]),
         ("parts of targets", lambda: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)), dims=("target", "author"))), ValueError, ["('target', 'author')", "xr.DataArray"]),
         *((f"parts as {dtype}", lambda dtype=dtype: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 3)).astype(dtype), dims=("sample", "author"))), ValueError, ["finite parts", "('sample', 'author')"]) for dtype in (str, object)),
         *((f"parts of each {dim}", lambda dim=dim: td.group_score(SEEDS, SEEDS, by=xr.DataArray(np.ones((20, 20)), dims=("sample", dim))), ValueError, [f"'{dim}'", f"'my_{dim}'"]) for dim in ("target", "target_label")),

@@ -82,6 +82,11 @@ def labels_of_groups(
     dims, coords = _labels_of_targets(targets)
     # 1. Parts of samples in groups.
     if isinstance(by, xr.DataArray):
+        if by.ndim == 1:
+            raise ValueError(
+                f"expected by as parts of samples in groups, (sample, group), got labels {by.dims};"
+                " try features.assign_coords(group=('sample', labels)), and by='group'"
+            )
         is_parts = by.ndim == 2 and SAMPLE in by.dims and by.dtype.kind in "biuf"
         if not is_parts or not np.isfinite(by.values).all():
             raise ValueError(

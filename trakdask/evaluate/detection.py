@@ -8,7 +8,14 @@ import numpy as np
 import xarray as xr
 
 from trakdask import arrays
-from trakdask.evaluate.results import as_array, lazy_data, lazy_results, require_fraction
+from trakdask.evaluate.results import (
+    as_array,
+    lazy_data,
+    lazy_results,
+    require_fraction,
+    require_fractions,
+    require_real,
+)
 from trakdask.variables import SAMPLE, data_in_order
 
 TWENTIETHS = tuple(i / 20 for i in range(1, 20))
@@ -78,7 +85,7 @@ def mislabelled_curve(
     >>> curve.found.values.tolist(), float(curve.area), float(curve.auc)
     ([0.5, 1.0], 0.75, 1.0)
     """
-    values = as_array(values, SAMPLE)
+    values = require_real(as_array(values, SAMPLE))
     wrong = np.asarray(data_in_order(is_mislabelled, values, SAMPLE, what="is_mislabelled"))
     n = values.sizes[SAMPLE]
     if wrong.dtype != bool or wrong.shape != (n,) or wrong.all() or not wrong.any():
@@ -88,7 +95,7 @@ def mislabelled_curve(
             "is_mislabelled=(given_label != true_label)"
         )
     confidence = require_fraction("confidence", confidence)
-    shares = [require_fraction("every fraction", share) for share in fractions]
+    shares = require_fractions(fractions)
     more = values.dims[1:]
     return lazy_results(
         _found_curve, lazy_data(values), wrong, shares, confidence, of=values,

@@ -13,7 +13,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from trakdask import arrays
 from trakdask.checks import require_flags, require_integer
-from trakdask.evaluate.results import as_array, lazy_data, lazy_results, require_fraction
+from trakdask.evaluate.results import (
+    as_array,
+    lazy_data,
+    lazy_results,
+    require_fraction,
+    require_fractions,
+)
 from trakdask.evaluate.retraining import train_models
 from trakdask.variables import SAMPLE, TARGET
 
@@ -103,7 +109,7 @@ def removal_curve(
     more = scores.dims[2:]
     confidence = require_fraction("confidence", confidence)
     n_random = require_integer("n_random", n_random, 1, remedy="try n_random=3")
-    shares = [require_fraction("every fraction", share) for share in fractions]
+    shares = require_fractions(fractions)
     counts = [round(share * n) for share in shares]
     if not counts or min(counts) < 1 or max(counts) >= n:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import dask
@@ -12,7 +12,7 @@ import xarray as xr
 
 from trakdask.arrays.graphs import plain
 from trakdask.checks import require_integer, require_number, shown
-from trakdask.variables import SAMPLE, coords_along, require_alike
+from trakdask.variables import SAMPLE, TARGET, coords_along, require_alike
 
 
 def lazy_results(
@@ -70,7 +70,20 @@ def as_array(scores: xr.DataArray | Mapping[str, xr.DataArray], *dims: Hashable)
         scores = together.assign_coords(coords_along(first, *first.dims))
     if not isinstance(scores, xr.DataArray):
         raise TypeError(f"expected a DataArray {dims}, got {shown(scores)}; try xr.DataArray(...)")
-    return scores.transpose(*dims, ...)
+    if scores.sizes.get(TARGET) == 0:
+        raise ValueError(f"expected an array {dims} of some targets, got none; try other targets")
+    scores = scores.transpose(*dims, ...)
+    return require_real(scores) if TARGET in dims else scores
+
+
+def require_real(values: xr.DataArray) -> xr.DataArray:
+    """Return an array of real numbers: ranks would leave out the imaginary parts of others."""
+    if values.dtype.kind not in "biuf":
+        raise TypeError(
+            f"expected real numbers {values.dims}, got the dtype {values.dtype}; try .real, or "
+            ".astype(float)"
+        )
+    return values
 
 
 def lazy_data(array: xr.DataArray) -> da.Array:
@@ -109,6 +122,13 @@ def require_known(values: np.ndarray) -> None:
 def require_fraction(name: str, value: object) -> float:
     """Return a number strictly between 0 and 1."""
     return require_number(name, value, low=0, high=1, remedy="try 0.95 for 95 %")
+
+
+def require_fractions(values: Sequence[float]) -> list[float]:
+    """Return numbers strictly between 0 and 1."""
+    if np.ndim(values) != 1:
+        raise ValueError(f"expected a list of fractions, got {shown(values)}; try [0.1, 0.2]")
+    return [require_fraction("every fraction", value) for value in values]
 
 
 def require_bootstrap(resamples: object, seed: object, confidence: object) -> dict[str, Any]:

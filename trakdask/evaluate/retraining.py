@@ -149,6 +149,11 @@ def train_models(
 ) -> da.Array | np.ndarray:
     """Return outputs (subset, seed, target) of masks (subset, sample): lazy without a store."""
     require_flags(progress=progress)
+    if not callable(train_fn):
+        raise TypeError(
+            f"expected train_fn as a function of positions and a seed, got {shown(train_fn)}; try "
+            "the function, not its result"
+        )
     numbers, models = _seed_numbers(seeds), None
     # 1. The store, if there is one, is of these models. A file is named after the mask and the seed
     #    of its model, so that calls with more subsets or seeds, and other experiments with the same
@@ -275,7 +280,12 @@ def _train_block(
             raise ValueError(f"{models.url}/{name} is damaged ({err}); try deleting it") from err
 
     def checked(positions: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
-        outputs = np.asarray(train_fn(positions, seed), np.float64)
+        returned = train_fn(positions, seed)
+        if np.iscomplexobj(returned):
+            raise ValueError(
+                "expected train_fn to return real numbers, got complex ones; try .real"
+            )
+        outputs = np.asarray(returned, np.float64)
         if outputs.shape != (n_targets,):
             raise ValueError(
                 f"expected train_fn to return one output per target, ({n_targets},), got an array "

@@ -73,7 +73,7 @@ def prepare(
         require_choice("dtype", dtype, _DTYPES, remedy="try dtype='float32', or None")
     # 2. Features that these are to be like decide on projector, checkpoints and precision.
     if like is not None:
-        validate(like, (), what="like")
+        validate(like, ("feature",), what="like")
         if projector is not None:
             raise ValueError(
                 f"expected like= without a projector, since its features have one, got "

@@ -14,7 +14,7 @@ import xarray as xr
 from dask.utils import format_bytes
 
 from trakdask.bars import duration
-from trakdask.checks import require_flags
+from trakdask.checks import require_flags, require_integer
 from trakdask.execution import memory_limit
 from trakdask.planning.fits import N_SAMPLES, fit_seconds, planned_fit
 from trakdask.planning.pilot import Pilot, counted, run_pilot
@@ -101,6 +101,7 @@ def plan(
             f"{sorted(missing)}; try features.assign_attrs(original.attrs)"
         )
     require_flags(pilot=pilot)
+    n_fitted = require_integer("n_fitted", n_fitted, 1, remedy="try n_fitted=2000")
     attrs = as_values(features.attrs)
     shapes = attrs["parameters"]
     n_samples, n_checkpoints = features.sizes[SAMPLE], features.sizes[CHECKPOINT]

@@ -113,7 +113,7 @@ def from_features(
     arrays = {name: _in_blocks(a, size) for name, a in arrays.items()}
     first = arrays["feature"]
     if out_to_loss is None:
-        arrays["out_to_loss"] = xr.ones_like(first.isel({PROJ_DIM: 0}))
+        arrays["out_to_loss"] = xr.ones_like(first.sum(PROJ_DIM))
     n = first.sizes[SAMPLE]
     known = {str(name): v.compute() for name, v in coords_along(first, SAMPLE).items()}
     metadata = normalise_coords(known, n) | normalise_coords(coords, n)
@@ -150,7 +150,12 @@ def _labelled(name: str, array: Any, size: int) -> xr.DataArray:
         labelled = labelled.copy(data=lazy.data)
     else:
         lazy = _lazy(name, array, size)
-        labelled = xr.DataArray(lazy.data, dims=dims[: max(lazy.ndim, len(dims) - 1)])
+        if lazy.ndim not in (len(dims), len(dims) - 1):
+            raise ValueError(
+                f"expected {name} with the axes {dims[:-1]}, or {dims}, got the shape "
+                f"{lazy.shape}; try {name}.reshape{(lazy.shape[0], -1)[: len(dims) - 1]}"
+            )
+        labelled = xr.DataArray(lazy.data, dims=dims[: lazy.ndim])
     labelled.attrs.update(lazy.attrs)
     return labelled if CHECKPOINT in labelled.dims else labelled.expand_dims(CHECKPOINT, axis=-1)
 
