@@ -12,10 +12,10 @@ import numpy as np
 import xarray as xr
 
 from trakdask.arrays.spectra import component_count
-from trakdask.attribution.gauss_newton import Soft, Trak
+from trakdask.attribution.damping_rules import chosen_damping
+from trakdask.attribution.estimators import Soft, Trak
 from trakdask.attribution.grams import decomposition, sums
 from trakdask.attribution.protocol import KINDS, GramEstimator
-from trakdask.attribution.regularization import chosen_damping
 from trakdask.storage.blocks import save_sums
 from trakdask.storage.group import Group
 from trakdask.storage.reading import assembled, lazy_array

@@ -17,8 +17,7 @@ from trakdask.arrays.memory import Sizes
 from trakdask.arrays.spectra import component_count
 from trakdask.attribution.conditions import selection
 from trakdask.attribution.damping_rules import require_calibration
-from trakdask.attribution.estimators import EstimatorLike, with_gram
-from trakdask.attribution.gauss_newton import Soft
+from trakdask.attribution.estimators import EstimatorLike, Soft, with_gram
 from trakdask.attribution.grams import require_eigenvectors, require_gram
 from trakdask.attribution.protocol import GramEstimator
 from trakdask.checks import require_choice, require_flags, require_integer

@@ -55,7 +55,7 @@ ROWS = [slice(0, 4), slice(4, 7), slice(7, 10)]
 def test_read_in_task__what_is_made_of_stored_blocks() -> None:
     values = np.random.default_rng(0).random((10, 2))
     weights = stored(values, (5, 1))
-    made = map_stored(np.sqrt, weights, dtype=float, name="roots")
+    made = map_stored(np.sqrt, weights, name="roots")
     (first, _), (_, last) = blocks_of(made)
     np.testing.assert_array_equal(first, np.sqrt(values[:5, :1]))
     np.testing.assert_array_equal(last, np.sqrt(values[5:, 1:]))
@@ -88,7 +88,7 @@ def kernels(x: da.Array, w: da.Array, matrix: da.Array) -> dict[str, da.Array]:
         "gram": arrays.gram.gram(x, g),
         "gram and sum": arrays.gram.gram_and_sum(x, g, g)[1],
         "loss gradient": r,
-        "traces": arrays.gram.closed_form(matrix, 0.1, labels),
+        "traces": arrays.gram.traces(matrix, labels),
         "score": arrays.score.score(x, w, g),
         "score of each": arrays.score.score(x, w, g, average=False),
         "score with errors": arrays.score.score(x, w, g, folds=g)["error"],

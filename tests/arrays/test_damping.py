@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -65,19 +66,12 @@ def oracle_choice(
 
 
 OPTIONS = {"samples": "targets", "otherwise": "tr(K)/n"}
+OPTIONS |= {"prior": 1.0, "is_whole": False, "n_samples": 1000}
 
 
-def choice(
-    values: Sequence[float],
-    m: int = 1000,
-    prior: float = 1.0,
-    n: int = 1,
-    is_whole: bool = False,
-    n_samples: int = 1000,
-) -> float:
+def choice(values: Sequence[float], m: int = 1000, n: int = 1, **options: Any) -> float:
     """Return the ρ that a curve chooses, NaN if the totals do not follow the outputs."""
-    options = {"prior": prior, "is_whole": is_whole, "n_samples": n_samples, **OPTIONS}
-    return float(chosen(np.asarray(values), m, n, **options)["relative"][0])
+    return float(chosen(np.asarray(values), m, n, **OPTIONS | options)["relative"][0])
 
 
 def rising(at_prior: float, peak: float, prior: float = 1.0) -> np.ndarray:
@@ -103,7 +97,7 @@ def test_choose__pearson_of_means_over_checkpoints() -> None:
     with raise_if_dask_computes():
         found = choose(
             da.from_array(totals, chunks=(8, len(GRID), 1)), da.from_array(outputs, chunks=5),
-            prior=1.0, is_whole=False, n_samples=1000, quiet=True, **OPTIONS,
+            quiet=True, **OPTIONS,
         )  # fmt: skip
     good = np.delete(np.arange(30), [4, 9])
     expected = [
@@ -125,7 +119,7 @@ def test_choose__as_the_oracle(
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        options = {"prior": prior, "is_whole": is_whole, "n_samples": n_samples, **OPTIONS}
+        options = OPTIONS | {"prior": prior, "is_whole": is_whole, "n_samples": n_samples}
         found = chosen(np.array(values), m, n, **options)
     if max(values) * m**0.5 < 3:
         assert np.isnan(found["relative"])
@@ -176,12 +170,9 @@ def test_choose__another_rho_only_for_a_clear_gain(values, options, expected) ->
 
 def test_choose__totals_of_noise_do_not_choose() -> None:
     assert choice(np.full(21, 0.43), m=50) == 1
-    for values, text in (
-        (np.full(21, 0.40), "by 0.40 at most"),
-        (np.full(21, np.nan), "all the same"),
-    ):
+    for value, text in ((0.40, "by 0.40 at most"), (np.nan, "all the same")):
         with pytest.warns(UserWarning, match=text):
-            assert np.isnan(choice(values, m=50))
+            assert np.isnan(choice(np.full(21, value), m=50))
 
 
 def test_choose__warns_at_the_end_of_the_grid() -> None:
@@ -194,7 +185,7 @@ def test_choose__warns_the_client_of_a_worker(process_client: object) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         totals = da.zeros((100, len(GRID), 1), chunks=-1)
-        choose(totals, totals[:, 0], prior=1.0, is_whole=False, n_samples=1000, **OPTIONS).compute()
+        choose(totals, totals[:, 0], **OPTIONS).compute()
         wait_until(
             lambda: any("all the same" in str(w.message) for w in caught), "the worker's warning"
         )

@@ -31,13 +31,16 @@ def test_correlation__equals_scipy_of_the_resample(seed: int, n: int, distinct: 
         np.testing.assert_allclose(found, spearman(a, b, counts), atol=1e-12)
 
 
-def test_between_seeds__mean_over_pairs() -> None:
-    x = np.random.default_rng(0).standard_normal((3, 30, 4))
-    ones = np.ones(30, int)
+def test_statistics__the_ceiling_is_of_the_mean_over_pairs_of_seeds() -> None:
+    rng = np.random.default_rng(0)
+    x, ones = rng.standard_normal((30, 4)) + rng.standard_normal((3, 30, 4)), np.ones(30, int)
     pairs = [spearman(x[i], x[j], ones) for i, j in ((0, 1), (0, 2), (1, 2))]
-    found = evaluation.between_seeds([Ranking.of(one) for one in x], np.ones(30))
-    np.testing.assert_allclose(found, np.mean(pairs, axis=0), atol=1e-12)
-    assert np.isnan(evaluation.between_seeds([Ranking.of(x[0])], np.ones(30))).all()
+    seeds = [Ranking.of(one) for one in x]
+    (found,) = evaluation.statistics(seeds[0], [], seeds, np.ones(30))
+    expected = evaluation.ceiling(np.mean(pairs, axis=0), 3)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    assert (expected > 0.3).all()  # and none that was treated as 0
+    assert np.isnan(evaluation.statistics(seeds[0], [], seeds[:1], np.ones(30))).all()
 
 
 def test_ceiling__is_what_a_perfect_prediction_reaches() -> None:
@@ -47,9 +50,10 @@ def test_ceiling__is_what_a_perfect_prediction_reaches() -> None:
     seeds = [signal + rng.standard_normal(signal.shape) for _ in range(3)]
     ones = np.ones(len(signal), int)
     reached = spearman(signal, np.mean(seeds, axis=0), ones)[0]
-    between = evaluation.between_seeds([Ranking.of(one) for one in seeds], np.ones(len(signal)))
+    rankings = [Ranking.of(one) for one in seeds]
+    ((found,),) = evaluation.statistics(rankings[0], [], rankings, np.ones(len(signal)))
     # Exact for Pearson's correlation; of ranks within 0.01.
-    assert evaluation.ceiling(between, 3)[0] == pytest.approx(reached, abs=0.01)
+    assert found == pytest.approx(reached, abs=0.01)
     assert evaluation.ceiling(np.array([0.5]), 3)[0] == pytest.approx(0.75**0.5)
 
 
@@ -102,3 +106,50 @@ def test_mean_interval__equals_scipy() -> None:
     np.testing.assert_allclose(found, expected)
     np.testing.assert_array_equal(evaluation.mean_interval(x[:, None], 0.9)[..., 0], found)
     assert np.isnan(evaluation.mean_interval(x[:, :1], 0.9)).all()
+
+
+# ------------------------------------------------- how well scores separate two classes
+
+
+@pytest.mark.parametrize("distinct", [3, 10**9])
+def test_roc_auc__equals_all_pairs(distinct: int) -> None:
+    """The share of pairs in which the positive one is higher, where ties count half; by DeLong."""
+    rng = np.random.default_rng(0)
+    positive = rng.random(60) < 0.3
+    values = rng.integers(distinct, size=60) + 0.6 * positive * distinct
+    area, (low, high) = evaluation.roc_auc(values, positive, 0.95)
+    above = values[positive][:, None] - values[~positive]
+    wins = (above > 0) + 0.5 * (above == 0)
+    assert area == pytest.approx(wins.mean())
+    variance = sum(wins.mean(axis=a).var(ddof=1) / wins.shape[1 - a] for a in (0, 1))
+    error = 1.959964 * variance**0.5 / (area * (1 - area))
+    logits = np.log([low / (1 - low), area / (1 - area), high / (1 - high)])
+    np.testing.assert_allclose(np.diff(logits), error, rtol=1e-6)
+
+
+def test_roc_auc__perfect_and_unknown() -> None:
+    positive = np.array([False, False, True, True])
+    area, bounds = evaluation.roc_auc(np.arange(4.0), positive, 0.95)
+    assert (area, bounds.tolist()) == (1.0, [1.0, 1.0])
+    area, bounds = evaluation.roc_auc(np.array([0, np.nan, 1, 2]), positive, 0.95)
+    assert np.isnan([area, *bounds]).all()
+
+
+def test_roc_auc__interval_covers() -> None:
+    """300 experiments, 25 of 200 positives, of an area that is known: normals, 1 apart."""
+    truth, rng = stats.norm.cdf(1 / 2**0.5), np.random.default_rng(0)
+    positive = np.arange(200) < 25
+    covered = 0
+    for _ in range(300):
+        values = rng.standard_normal(200) + positive
+        low, high = evaluation.roc_auc(values, positive, 0.95)[1]
+        covered += low <= truth <= high
+    assert 0.92 <= covered / 300 <= 0.98
+
+
+@pytest.mark.parametrize("n", [1, 20, 500])
+def test_proportion_interval__equals_scipy(n: int) -> None:
+    for count in {0, 1, n // 3, n}:
+        found = evaluation.proportion_interval(np.array(count / n), n, 0.9)
+        expected = stats.binomtest(count, n).proportion_ci(0.9, method="wilson")
+        np.testing.assert_allclose(found, expected, atol=1e-12)

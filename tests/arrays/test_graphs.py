@@ -38,38 +38,33 @@ def positive_definite(seed: int) -> da.Array:
     return lazy(np.einsum("spc,sqc->pqc", x, x), P)
 
 
-def decomposition(seed: int) -> da.Array:
-    x, h, g, _ = data()
-    return decomposed(x + seed, h, g)
+def table(seed: int, *shape: int) -> da.Array:
+    """Positive numbers in chunks of 7."""
+    return da.from_array(np.random.default_rng(seed).random(shape), chunks=7)
 
 
-def half(seed: int) -> da.Array:
-    return random(seed, N, P, C, dtype="f2")
-
-
-WEIGHTS = (
-    "weights", "loss_weights", "gram_weights", "out_to_loss", "forms", "outputs"
-)  # fmt: skip
+OF_SAMPLES = {
+    *("weights", "loss_weights", "gram_weights", "out_to_loss", "forms", "outputs", "folds"),
+    *("means_of_others.values", "predicted"),
+}
 """Parameters with a number for each sample and checkpoint."""
+
+FLAGS = {"margins", "quiet", "pooled", "average", "largest", "is_whole"}
 
 INPUTS: dict[str, Callable[[int], Any]] = {
     # arrays
     "feature": lambda seed: random(seed, N, P, C, dtype="f4"),
-    "target": lambda seed: random(seed, 9, P, C, dtype="f4"),
-    "solved": lambda seed: random(seed, 9, P, C, dtype="f4"),
-    **dict.fromkeys(WEIGHTS, lambda seed: random(seed, N, C)),
+    **dict.fromkeys(("target", "solved"), lambda seed: random(seed, 9, P, C, dtype="f4")),
+    **dict.fromkeys(OF_SAMPLES, lambda seed: random(seed, N, C)),
     "norm": lambda seed: squared_norm(random(seed, N, P, C, dtype="f4")),
-    "gram": positive_definite,
+    **dict.fromkeys(("gram", "vectors"), positive_definite),
     "loss_gradient": lambda seed: lazy(np.random.default_rng(seed).random((P, C)), P),
     "damping": lambda seed: da.from_array(np.array([0.5, 1 + seed]), chunks=1),
-    "spectrum": decomposition,
+    "spectrum": lambda seed: decomposed(data()[0] + seed, *data()[1:3]),
     "spectrum.values": lambda seed: lazy(np.random.default_rng(seed).random((P, C)), P),
-    "vectors": positive_definite,
     "inverse": lambda seed: cholesky(
         positive_definite(seed), da.from_array(np.array([0.5, 0.5]), chunks=1), LABELS
     ),
-    "totals": lambda seed: random(seed, N, len(GRID), C),
-    "folds": lambda seed: random(seed, N, C),
     "others": lambda seed: [(), (random(0, N, 9).rechunk(7),)][seed],
     "member_score.sums": lambda seed: da.from_array(
         np.random.default_rng(seed).random((3, C + 1, P, C)), chunks=(3, C + 1, P, 1)
@@ -81,7 +76,6 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "tiles": lambda seed: da.from_array(
         np.full((N, 9), np.array((seed, 2), estimate("f4"))), chunks=7
     ),
-    "means_of_others.values": lambda seed: random(seed, N, C),
     "quantile": lambda seed: 2.0 + seed,
     "sums": lambda seed: lazy(np.random.default_rng(seed).random((C, P, C)), P),
     "choose.totals": lambda seed: random(seed, N, len(GRID), C).rechunk({2: -1}),
@@ -90,59 +84,47 @@ INPUTS: dict[str, Callable[[int], Any]] = {
     "differ": lambda seed: da.from_array(np.array(seed == 0)),
     "samples": lambda seed: ["rows", "targets"][seed],
     "otherwise": lambda seed: ["trace", "given"][seed],
-    "score": lambda seed: da.from_array(np.random.default_rng(seed).random((N, 9)), chunks=7),
-    "masks": lambda seed: da.from_array(np.random.default_rng(seed).random((8, N)) < 0.5, chunks=7),
-    "values": lambda seed: da.from_array(np.random.default_rng(seed).random((N, 9)), chunks=7),
-    "ranked": lambda seed: da.from_array(
-        np.random.default_rng(seed).permuted(np.tile(np.arange(N), (9, 1)), axis=1)[:, :5], chunks=4
-    ),
-    "combine_rows.data": half,
+    "score": lambda seed: table(seed, N, 9),
+    "masks": lambda seed: table(seed, 8, N) < 0.5,
+    "values": lambda seed: table(seed, N, 9),
+    "combine_rows.data": lambda seed: random(seed, N, P, C, dtype="f2"),
     "combine_rows.weights": lambda seed: sparse.csr_array(
         np.random.default_rng(seed).integers(-1, 2, (3, N)).astype("f8")
     ),
     "weighted_sums.members": lambda seed: (np.arange(N) + seed) % 3,
     "axes": lambda seed: ["sf", "sc"][seed],
     "dtype": lambda seed: ["f8", "f4"][seed],
-    "among_best.score": lambda seed: da.from_array(np.random.default_rng(seed).random(N), chunks=7),
+    "among_best.score": lambda seed: table(seed, N),
     "among_best.counts": lambda seed: np.array([2, 3, 1 + seed]),
-    "predicted": lambda seed: random(seed, N, C),
-    "total": lambda seed: da.from_array(np.random.default_rng(seed).random(N), chunks=7),
+    "total": lambda seed: table(seed, N),
     "slope": lambda seed: da.from_array(np.array(1.0 + seed)),
-    "effect": lambda seed: da.from_array(np.random.default_rng(seed).random((3, 9)), chunks=(3, 7)),
-    "error": lambda seed: da.from_array(np.random.default_rng(seed).random(9), chunks=7),
-    "variance": lambda seed: da.from_array(np.random.default_rng(seed).random(3)),
+    "effect": lambda seed: table(seed, 3, 9),
+    "error": lambda seed: table(seed, 9),
+    "variance": lambda seed: table(seed, 3),
     # options
-    "margins": lambda seed: not seed,
+    **dict.fromkeys(FLAGS, lambda seed: not seed),
     "n_sample": lambda seed: N + seed,
     "n_component": lambda seed: P - seed,
-    "proj_dim": lambda seed: P + seed,
     "prior": lambda seed: [1.0, 10**0.5][seed],
     "n_samples": lambda seed: [N, 1000][seed],
-    "quiet": lambda seed: not seed,
     "n": lambda seed: N + seed,
     "labels": lambda seed: [LABELS, ["a", "c"]][seed],
-    "factor": lambda seed: 0.03 + seed,
     "power": lambda seed: [0.5, 1][seed],
     "codes": lambda seed: (np.arange(N) + seed) % 3,
     "n_groups": lambda seed: 3 + seed,
-    **dict.fromkeys(
-        ("pooled", "average", "largest", "relative", "is_whole"), lambda seed: not seed
-    ),
     "n_subsets": lambda seed: 6 + seed,
     "size": lambda seed: 10 + seed,
     "seed": lambda seed: seed,
     "groups": lambda seed: [None, np.arange(N) // 2][seed],
     "positions": lambda seed: np.array([1, 3 + seed]),
-    "counts": lambda seed: [1, 3 + seed],
     "k": lambda seed: 2 + seed,
     "mask": lambda seed: [None, np.arange(N) % 2 == 0][seed],
 }
 """The value of each parameter, or of "function.parameter", for seed 0; another one for seed 1."""
 
 HELPERS = {
-    *("align_weights", "blockwise", "field", "known_sums", "map_stored", "stored", "tree"),
-    *("tree_sum", "where", "whole_columns"),
-}  # fmt: skip
+    *("align_weights", "blockwise", "field", "map_stored", "stored", "tree", "tree_sum", "where")
+}
 """They make lazy functions."""
 
 
@@ -162,15 +144,11 @@ def parameters(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def arguments(function: Callable[..., Any], **seeds: int) -> dict[str, Any]:
-    return {
+def results(function: Callable[..., Any], **seeds: int) -> list[da.Array]:
+    made = function(**{
         name: (INPUTS.get(f"{function.__name__}.{name}") or INPUTS[name])(seeds.get(name, 0))
         for name in parameters(function)
-    }
-
-
-def results(function: Callable[..., Any], **seeds: int) -> list[da.Array]:
-    made = function(**arguments(function, **seeds))
+    })  # fmt: skip
     return list(made) if isinstance(made, tuple) else [made]
 
 
@@ -194,13 +172,9 @@ def test_lazy__blocks_are_as_declared(function: Callable[..., Any]) -> None:
         if array.dtype == object:
             continue  # one object per chunk
         found = dask.compute(*blocks, scheduler="sync")
-        assert [block.shape for block in found] == declared(array)
+        assert [block.shape for block in found] == list(itertools.product(*array.chunks))
         assert {block.dtype for block in found} == {array.dtype} == {array._meta.dtype}
         assert array._meta.ndim == array.ndim
-
-
-def declared(array: da.Array) -> list[tuple[int, ...]]:
-    return list(itertools.product(*array.chunks))
 
 
 @functools.cache

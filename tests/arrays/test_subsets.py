@@ -23,14 +23,6 @@ def test_random_subsets__equal_sizes_and_any_prefix(monkeypatch: pytest.MonkeyPa
     assert (subsets.random_subsets(50, 7, 20, seed=4).compute() != few.compute()).any()
 
 
-def test_random_subsets__groups_stay_together() -> None:
-    groups = np.array([0, 1, 0, 2, 3, 3, 1])
-    masks = subsets.random_subsets(7, 20, 2, seed=0, groups=groups).compute()
-    for mask in masks:
-        assert len(set(groups[mask])) == 2
-        assert not set(groups[mask]) & set(groups[~mask])
-
-
 @given(st.integers(1, 7), st.integers(3, 9), st.integers(1, 5))
 def test_subset_sums__exact_for_any_chunks(rows: int, samples: int, targets: int) -> None:
     rng = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from trakdask.arrays.topk import TileMask, among_best, top_k
 
 
 def oracle(
-    s: np.ndarray, k: int, largest: bool = True, mask: np.ndarray | None = None
+    s: np.ndarray, k: int, largest: bool, mask: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a stable sort of the rankable samples, target by target."""
     values = np.full((s.shape[1], k), np.nan, np.float32)
@@ -25,14 +25,6 @@ def oracle(
         best = rows[np.argsort(key, kind="stable")][:k]
         values[t, : len(best)], positions[t, : len(best)] = s[best, t], best
     return values, positions
-
-
-def check(s: np.ndarray, lazy: da.Array, k: int, largest: bool = True, mask: object = None) -> None:
-    n, m = s.shape
-    dense = mask.function(range(n), range(m)) if isinstance(mask, TileMask) else mask
-    found = dask.compute(*top_k(lazy, k, largest=largest, mask=mask), scheduler="sync")  # type: ignore[arg-type]
-    for got, want in zip(found, oracle(s, k, largest, dense), strict=True):
-        np.testing.assert_array_equal(got, want)
 
 
 def every(step: int) -> TileMask:
@@ -58,7 +50,11 @@ def test_top_k__stable_sort(
     n, m = sum(rows), sum(targets)
     s = rng.choice(_values, (n, m))
     mask = {"1d": rng.random(n) < 0.4, "2d": every(3)}.get(kind or "")
-    check(s, da.from_array(s, chunks=(rows, targets)), int(rng.integers(1, n + 1)), largest, mask)
+    dense = mask.function(range(n), range(m)) if isinstance(mask, TileMask) else mask
+    k, lazy = int(rng.integers(1, n + 1)), da.from_array(s, chunks=(rows, targets))
+    found = dask.compute(*top_k(lazy, k, largest=largest, mask=mask), scheduler="sync")
+    for got, want in zip(found, oracle(s, k, largest, dense), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("mask", [None, np.arange(200) < 150, every(2)])

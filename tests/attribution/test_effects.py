@@ -12,6 +12,7 @@ from distributed import Client
 from scipy import stats
 
 import trakdask as td
+from tests.attribution.float64_features import alike
 from trakdask.attribution.estimators import GradCos, GradDot
 from trakdask.errors import forget_warnings
 
@@ -238,15 +239,11 @@ def test_ninety_percent_intervals_hold_linear_effects_at_their_rate() -> None:
         noise = scores.std() * 6
         knows = masks.transpose("sample", "checkpoint").values
         f = scores.T @ knows + noise * rng.standard_normal((m, 10))
-        X = td.testing.simulate_features(n, 6, 10).assign(trained_on=masks)
-        T = td.testing.simulate_features(m, 6, 10, seed=1)
-        for ds, values in ((X, phi), (T, asked)):
-            ds["feature"] = ds.feature.copy(data=np.repeat(values[:, :, None], 10, axis=2))
-        X["out_to_loss"] = X.out_to_loss.copy(data=np.repeat(q[:, None], 10, axis=1))
-        # Without a level in common, outputs say nothing of the sums of scores.
-        T["output"] = T.output.copy(data=f - f.mean(axis=1, keepdims=True) + 3)
         source = rng.choice(["a", "b", "c", "d", "e", "f"], n)
-        X = X.assign_coords(source=("sample", source))
+        X = alike(phi, 10, out_to_loss=np.repeat(q[:, None], 10, axis=1))
+        X = X.assign(trained_on=masks).assign_coords(source=("sample", source))
+        # Without a level in common, outputs say nothing of the sums of scores.
+        T = alike(asked, 10, output=f - f.mean(axis=1, keepdims=True) + 3)
         found = td.group_score(X, T, "grad_dot", by="source", effect=True, level=0.9).compute()
         for name in found.source.values:
             one = found.sel(source=name)

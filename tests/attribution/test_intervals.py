@@ -245,17 +245,6 @@ def test_shares__are_of_all_scores(case: str) -> None:
     assert found.author.values.tolist() == ["Ada", "Bo", "Cy"]
 
 
-def test_credit__of_cosines_adds_up_cosines() -> None:
-    phi, psi = (ds.feature.transpose("checkpoint", "sample", ...).values for ds in (TRAIN, TARGETS))
-    units = [x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (phi, psi)]
-    sign = np.where(TRAIN.out_to_loss.mean("checkpoint") < 0, -1, 1)
-    total = (units[0] @ units[1].swapaxes(1, 2)).mean(0).sum(1) * sign
-    expected = [total[TRAIN.label == label].sum() / total.sum() for label in (0, 1)]
-    found = shares(TRAIN, TARGETS, "grad_cos", by="label")
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
-    assert found.dims == ("label",)
-
-
 def test_credit__takes_parts_that_pandas_makes_of_lists() -> None:
     rng = np.random.default_rng(3)
     lists = [list(rng.permutation(["Ada", "Bo", "Cy"])[: i % 4]) for i in range(N)]
@@ -273,14 +262,11 @@ def test_credit__takes_parts_that_pandas_makes_of_lists() -> None:
     found = td.group_score(TRAIN, TARGETS, "trak", by=parts)
     assert found.author.values.tolist() == ["Ada", "Bo", "Cy"]
     np.testing.assert_allclose(found, list(expected.values()), rtol=1e-8, atol=1e-12)
-    share = shares(TRAIN, TARGETS, "trak", by=parts)
-    np.testing.assert_allclose(
-        share, [total.sum() / dense.sum() for total in expected.values()], rtol=1e-8
-    )
 
 
 def test_credit__of_a_coord_adds_up_to_1_with_samples_of_no_group(tmp_path: Path) -> None:
     found = shares(TRAIN, TARGETS, "trak", by="label")
+    assert found.dims == ("label",)
     assert float(found.sum()) == pytest.approx(1)
     parts = xr.DataArray(
         TRAIN.label.values[:, None] == [0, 1], {"label": [0, 1]}, ("sample", "label")

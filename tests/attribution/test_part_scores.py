@@ -116,11 +116,14 @@ class Oracle:
         return np.linalg.solve(x.T @ x + DAMPING * np.eye(x.shape[1]), vectors.T).T
 
 
-def sides(projector: Projector, n: int = 2) -> tuple[xr.Dataset, xr.Dataset]:
-    features, targets = (
-        td.featurize(each, model(n), projector=projector).compute() for each in (TRAIN, ASKED)
-    )
+def lazy_sides(projector: Projector, n: int = 2) -> tuple[xr.Dataset, xr.Dataset]:
+    features, targets = (td.featurize(each, model(n), projector) for each in (TRAIN, ASKED))
     return features, targets
+
+
+def sides(projector: Projector, n: int = 2) -> tuple[xr.Dataset, xr.Dataset]:
+    features, targets = lazy_sides(projector, n)
+    return features.compute(), targets.compute()
 
 
 def ask(features: xr.Dataset, targets: xr.Dataset, n: int = 2, **options: object) -> xr.DataArray:
@@ -258,11 +261,8 @@ def test_score_parts__wide_features_leave_micro_batches_as_they_are(
 
 def test_score_parts__is_lazy_and_labelled() -> None:
     words = [f"w{i}" for i in range(VOCABULARY)]
-    projector = td.SJLT(32)
     with raise_if_dask_computes():
-        features, targets = (
-            td.featurize(each, model(), projector=projector) for each in (TRAIN, ASKED)
-        )
+        features, targets = lazy_sides(td.SJLT(32))
         lazy = ask(features, targets, of=TRAIN.isel(sample=[1, 4]), text=words)
         prompts = ask(features, ASKED, of=features.isel(sample=[1, 4]), text=words)
     assert lazy.source.values.tolist() == ["b", "a"]
@@ -355,9 +355,7 @@ def test_score_parts__a_layer_that_mixes_tokens_is_found_by_its_sum() -> None:
 @pytest.mark.slow
 def test_score_parts__same_answers_on_worker_processes(process_client: Client) -> None:
     def answers() -> tuple[xr.DataArray, ...]:
-        features, targets = (
-            td.featurize(each, model(), projector=td.SJLT(32)) for each in (TRAIN, ASKED)
-        )
+        features, targets = lazy_sides(td.SJLT(32))
         words = ask(features, targets, of=TRAIN.isel(sample=[1, 4]), text=lambda i: f"w{i}")
         return dask.compute(words, ask(features, ASKED, by="source"))
 

@@ -137,16 +137,6 @@ def test_top_k__coords_are_those_of_the_positions_however_they_are_computed() ->
     xr.testing.assert_identical(again.load(), expected)
 
 
-def test_top_k__nan_scores_never_rank() -> None:
-    scores = SCORES.where(SCORES["size"] > 0.5)
-    top = td.top_k(scores, 3)
-    mask = ALL & (FEATURES["size"].values > 0.5)[:, None]
-    np.testing.assert_array_equal(top.position, argsorted(mask, 3))
-    none = td.top_k(SCORES.where(SCORES["size"] > 2), 3)
-    assert (none.position == -1).all()
-    assert (none.label == -1).all()
-
-
 BARE = td.score(FEATURES.reset_coords(drop=True), TARGETS.reset_coords(drop=True))
 NAMES = [f"s{i}" for i in range(50)]
 

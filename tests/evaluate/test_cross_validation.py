@@ -10,6 +10,7 @@ import pytest
 import xarray as xr
 
 import trakdask as td
+from tests.attribution.float64_features import alike
 from tests.attribution.test_effects import left_out
 from trakdask.attribution.estimators import GradCos, GradDot
 
@@ -50,19 +51,14 @@ def spearman(x: np.ndarray, y: np.ndarray) -> float:
 )
 def test_grade_is_that_of_a_loop_over_checkpoints(features, targets, estimator) -> None:
     predicted, output = left_out(features, targets, estimator), targets.output.values
-    expected = [spearman(p, f) for p, f in zip(predicted, output, strict=True)]
+    expected = [spearman(*pair) for pair in zip(predicted, output, strict=True)]
     result = td.evaluate.cross_validate(features, targets, estimator)
     np.testing.assert_allclose(result.lds, expected, atol=1e-12)
     assert float(result.lds_mean) == pytest.approx(np.mean(expected))
-    without = [
-        np.mean(
-            [
-                spearman(np.delete(p, j), np.delete(f, j))
-                for p, f in zip(predicted, output, strict=True)
-            ]
-        )
-        for j in range(C)
-    ]
+    without = []
+    for j in range(C):
+        pairs = zip(np.delete(predicted, j, 1), np.delete(output, j, 1), strict=True)
+        without.append(np.mean([spearman(*pair) for pair in pairs]))
     np.testing.assert_allclose(result.without, without, atol=1e-12)
     spread = np.square(np.subtract(without, np.mean(without))).sum()
     assert float(result.error) == pytest.approx(np.sqrt((C - 1) / C * spread))
@@ -92,20 +88,15 @@ def test_several_are_compared_on_the_same_checkpoints(features, targets) -> None
 def test_good_scores_have_a_high_grade_and_noise_none() -> None:
     """Checkpoints whose outputs are what a linear model of their halves predicts."""
     rng, n, p, c, m = np.random.default_rng(0), 400, 6, 8, 30
-    ds = td.testing.simulate_features(n_samples=n, proj_dim=p, n_checkpoints=c, chunks=100)
-    targets = td.testing.simulate_features(n_samples=m, proj_dim=p, n_checkpoints=c, seed=1)
-    same = ds.feature.isel(checkpoint=0).values, targets.feature.isel(checkpoint=0).values
+    phi, explained = rng.normal(size=(n, p)), rng.normal(size=(m, p))
     masks = td.evaluate.subsets(n, c).rename(subset="checkpoint").compute()
+    ds = alike(phi, c).assign(trained_on=masks)
     q = ds.out_to_loss.mean("checkpoint").values
-    ds = ds.assign(
-        feature=ds.feature.copy(data=np.repeat(same[0][:, :, None], c, axis=2)), trained_on=masks
-    )
-    targets["feature"] = targets.feature.copy(data=np.repeat(same[1][:, :, None], c, axis=2))
-    targets["output"] = targets.output.copy(data=same[1] @ same[0].T @ (masks.values * q).T)
-    good = td.evaluate.cross_validate(ds, targets, "grad_dot")
+    outputs = explained @ phi.T @ (masks.values * q).T
+    good = td.evaluate.cross_validate(ds, alike(explained, c, output=outputs), "grad_dot")
     assert float(good.lds_mean) > 0.9
-    targets["output"] = targets.output.copy(data=rng.normal(size=(m, c)))
-    noise = td.evaluate.cross_validate(ds, targets, "grad_dot")
+    unrelated = alike(explained, c, output=rng.normal(size=(m, c)))
+    noise = td.evaluate.cross_validate(ds, unrelated, "grad_dot")
     assert abs(float(noise.lds_mean)) < 4 * float(noise.error)
 
 
@@ -116,8 +107,6 @@ def graded_linear_model(seed: int) -> tuple[float, float, float]:
     weights of a checkpoint are small, which changes the level of all its scores.
     """
     rng, n, c, m, noise = np.random.default_rng(seed), 60, 8, 30, 0.8
-    ds = td.testing.simulate_features(n_samples=n, proj_dim=4, n_checkpoints=c)
-    targets = td.testing.simulate_features(n_samples=m, proj_dim=4, n_checkpoints=c, seed=1)
     phi, explained, q = rng.random((n, 4)), rng.random((m, 4)), rng.random(n)
     masks = td.evaluate.subsets(n, c, seed=seed).rename(subset="checkpoint").compute()
     scores = q[:, None] * (phi @ explained.T)
@@ -125,12 +114,8 @@ def graded_linear_model(seed: int) -> tuple[float, float, float]:
     shared = rng.normal(size=c)
     luck = (0.6 * shared + 0.8 * rng.normal(size=(m, c))) * noise
     f = scores.T @ masks.transpose("sample", "checkpoint").values + spread[:, None] * luck
-    ds = ds.assign(trained_on=masks)
-    for one, value in ((ds, phi), (targets, explained)):
-        one["feature"] = one.feature.copy(data=np.repeat(value[:, :, None], c, axis=2))
-    ds["out_to_loss"] = ds.out_to_loss.copy(data=q[:, None] * np.exp(-0.3 * shared))
-    targets["output"] = targets.output.copy(data=f)
-    graded = td.evaluate.cross_validate(ds, targets, "grad_dot")
+    ds = alike(phi, c, out_to_loss=q[:, None] * np.exp(-0.3 * shared)).assign(trained_on=masks)
+    graded = td.evaluate.cross_validate(ds, alike(explained, c, output=f), "grad_dot")
     r = 1 / np.sqrt(1 + noise**2)
     return float(graded.lds_mean), float(graded.error), 6 / np.pi * np.arcsin(r / 2)
 

@@ -21,16 +21,12 @@ THETA = np.linalg.lstsq(X, Y)[0]
 leave_group_out = td.evaluate.leave_group_out
 
 
-def noise_of(seed: int) -> np.ndarray:
-    return 0.02 * np.random.default_rng(seed).standard_normal(M)
-
-
 def train(positions: np.ndarray, seed: int) -> np.ndarray:
     return X_TARGET @ np.linalg.lstsq(X[positions], Y[positions])[0]
 
 
 def noisy(positions: np.ndarray, seed: int) -> np.ndarray:
-    return train(positions, seed) + noise_of(seed)
+    return train(positions, seed) + 0.02 * np.random.default_rng(seed).standard_normal(M)
 
 
 def closed_form() -> np.ndarray:

@@ -17,17 +17,12 @@ VALUES = xr.DataArray(
 ).assign_coords(checkpoint=["a", "b", "c"])
 
 
-def pairs_in_order(values: np.ndarray) -> float:
-    above = values[WRONG][:, None] - values[~WRONG]
-    return float(np.mean((above > 0) + 0.5 * (above == 0)))
-
-
 def test_mislabelled_curve__auc_of_every_entry() -> None:
     with raise_if_dask_computes():
         result = td.evaluate.mislabelled_curve(VALUES.chunk(sample=7, checkpoint=1), WRONG)
         assert "auc" in repr(result)
-    expected = [pairs_in_order(column) for column in VALUES.values.T]
-    np.testing.assert_allclose(result.auc, expected)
+    above = VALUES.values[WRONG][:, None] - VALUES.values[~WRONG]  # of all pairs
+    np.testing.assert_allclose(result.auc, ((above > 0) + 0.5 * (above == 0)).mean((0, 1)))
     assert result.checkpoint.values.tolist() == ["a", "b", "c"]
     low, high = result.auc_interval.values
     wider = td.evaluate.mislabelled_curve(VALUES, WRONG, confidence=0.99).auc_interval.values
@@ -56,13 +51,9 @@ def test_mislabelled_curve__of_every_entry() -> None:
     assert curve.checkpoint.values.tolist() == ["a", "b", "c"]
     assert (curve.found <= curve.best + 1e-12).all()
     wilson = stats.binomtest(1, int(WRONG.sum())).proportion_ci(method="wilson")
-    one = td.evaluate.mislabelled_curve(first_is_wrong(), WRONG, [0.02]).interval.values
+    first_is_wrong = xr.DataArray(np.arange(50) == np.argmax(WRONG), dims="sample").astype(float)
+    one = td.evaluate.mislabelled_curve(first_is_wrong, WRONG, [0.02]).interval.values
     np.testing.assert_allclose(one[:, 0], wilson)
-
-
-def first_is_wrong() -> xr.DataArray:
-    """Values, the highest of which belongs to a wrong label."""
-    return xr.DataArray(np.arange(50) == np.argmax(WRONG), dims="sample").astype(float)
 
 
 def test_mislabelled_curve__area_is_that_under_the_curve() -> None:

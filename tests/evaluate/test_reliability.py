@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import trakdask as td
-from trakdask.arrays.agreement import mean_agreement
+from trakdask.arrays.evaluation import mean_agreement
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

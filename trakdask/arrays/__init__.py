@@ -3,7 +3,6 @@
 
 from trakdask.arrays import (
     damping,
-    detection,
     effects,
     evaluation,
     folds,

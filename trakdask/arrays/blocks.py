@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -61,26 +61,24 @@ def blockwise(
     Chunks are taken as they are, and the function is not tried out on empty blocks. Functions of
     ``map_blocks`` would be, and lists of blocks along contracted axes would be concatenated there.
     """
+    prepared = []
+    for array, index in zip(arguments[::2], arguments[1::2], strict=True):
+        # Features and matrices in chunks of one checkpoint: a task reads the first of its block.
+        if isinstance(array, da.Array) and "p" in index[:-1] and index[-1] == "c":
+            array = array.rechunk({array.ndim - 1: 1})
+        if hasattr(array, "expr"):  # Dask would change the chunks of expressions later
+            array = type(array)(array.expr.lower_completely())
+        prepared += [array, index]
     return da.blockwise(
         function,
         out,
-        *_prepared(arguments),
+        *prepared,
         name=f"{name}-{tokenize(function, out, arguments, options)}",
         align_arrays=False,
         dtype=dtype,
         meta=np.empty((0,) * len(out), dtype),
         **options,
     )
-
-
-def _prepared(arguments: Sequence[Any]) -> Iterator[Any]:
-    """Yield arrays and their indices, features and matrices in chunks of one checkpoint."""
-    for array, index in zip(arguments[::2], arguments[1::2], strict=True):
-        if isinstance(array, da.Array) and "p" in index[:-1] and index[-1] == "c":
-            array = array.rechunk({array.ndim - 1: 1})  # a task reads the first of its block
-        if hasattr(array, "expr"):  # Dask would change the chunks of expressions later
-            array = type(array)(array.expr.lower_completely())
-        yield from (array, index)
 
 
 def where(condition: Any, x: Any, y: Any) -> da.Array:

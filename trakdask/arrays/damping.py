@@ -244,19 +244,13 @@ def choose(
 def _choose(totals: Block, outputs: Block, **options: Any) -> Block:
     total, output = totals.mean(axis=2), outputs.astype(np.float64).mean(axis=1)
     finite = np.isfinite(output) & np.isfinite(total).all(axis=1)
-    correlation, n_checkpoints = _correlation(total[finite], output[finite]), totals.shape[2]
-    return chosen(correlation, int(finite.sum()), n_checkpoints, **options)
-
-
-def _correlation(x: Block, y: Block) -> Block:
-    """Return Pearson's correlation of every column of x with y, NaN where a side is constant."""
-    if len(y) < 2:
-        return np.full(x.shape[1], np.nan)
-    varies = (np.ptp(x, axis=0) > 0) & (np.ptp(y) > 0)
-    columns, values = (x - x.mean(axis=0)).T, y - y.mean()
-    # Rounding may put it beyond 1, where no point of a curve reaches the threshold.
-    clipped = np.clip(correlation(columns, values, np.ones(len(y))), -1, 1)
-    return np.where(varies, clipped, np.nan)
+    x, y, curve = total[finite], output[finite], np.full(len(GRID), np.nan)
+    if len(y) > 1:
+        columns, values = (x - x.mean(axis=0)).T, y - y.mean()
+        # Rounding may put it beyond 1, where no point of a curve reaches the threshold.
+        clipped = np.clip(correlation(columns, values, np.ones(len(y))), -1, 1)
+        curve = np.where((np.ptp(x, axis=0) > 0) & (np.ptp(y) > 0), clipped, np.nan)
+    return chosen(curve, len(y), totals.shape[2], **options)
 
 
 def chosen(

@@ -1,4 +1,4 @@
-"""Statistics of evaluation: rank correlations, their ceiling, and intervals of means."""
+"""Statistics of evaluation: rank correlations, their ceiling, intervals, areas, and agreement."""
 
 from __future__ import annotations
 
@@ -73,21 +73,6 @@ def correlation(a: Floats, b: Floats, counts: Floats) -> Floats:
         return np.asarray(covariance / np.sqrt(variances[0] * variances[1]))
 
 
-def lds(truth: Ranking, predicted: Sequence[Ranking], counts: Floats) -> Floats:
-    """Return the Spearman correlations of the truth with each prediction, (prediction, target)."""
-    reference = truth.centred(counts)
-    return np.stack([correlation(reference, r.centred(counts), counts) for r in predicted])
-
-
-def between_seeds(seeds: Sequence[Ranking], counts: Floats) -> Floats:
-    """Return the mean Spearman correlation over pairs of seeds, (target,); NaN for one seed."""
-    ranks = [ranking.centred(counts) for ranking in seeds]
-    pairs = list(combinations(ranks, 2))
-    if not pairs:
-        return np.full(len(ranks[0]), np.nan)
-    return np.asarray(np.mean([correlation(b, a, counts) for a, b in pairs], axis=0))
-
-
 def ceiling(between: Floats, n_seeds: int) -> Floats:
     """Return the Spearman correlation of a perfect prediction with a mean of noisy models.
 
@@ -111,21 +96,6 @@ def mean_without_nan(values: Floats) -> Floats:
         return np.asarray(np.where(present, values, 0).sum(axis=-1) / present.sum(axis=-1))
 
 
-def less_bias(draws: Floats, estimate: Floats) -> tuple[Floats, Floats]:
-    """Return bootstrap draws (..., draw) and their estimate (...), both corrected for bias.
-
-    On average the draws differ from the estimate by as much as the estimate differs from the truth.
-    Twice this bias is subtracted from the draws, and once from the estimate, so that quantiles of
-    the draws are an interval around the corrected estimate.
-
-    References
-    ----------
-    Efron and Tibshirani 1993, section 10.6.
-    """
-    bias = mean_without_nan(draws) - estimate
-    return draws - 2 * bias[..., None], np.minimum(estimate - bias, 1)
-
-
 def percentiles(draws: Floats, confidence: float) -> Floats:
     """Return the central interval (bound, ...) of the draws (..., draw) that are not NaN.
 
@@ -143,9 +113,18 @@ def percentiles(draws: Floats, confidence: float) -> Floats:
 def statistics(
     truth: Ranking, predicted: Sequence[Ranking], seeds: Sequence[Ranking], counts: Floats
 ) -> Floats:
-    """Return the LDS of each prediction and, last, the ceiling, (prediction + 1, target)."""
-    reached = ceiling(between_seeds(seeds, counts), len(seeds))
-    return np.vstack([lds(truth, predicted, counts), reached])
+    """Return the LDS of each prediction and, last, the ceiling, (prediction + 1, target).
+
+    The LDS is the Spearman correlation of the truth with a prediction. The ceiling follows from the
+    mean Spearman correlation over pairs of seeds; it is NaN for one seed.
+    """
+    reference = truth.centred(counts)
+    lds = [correlation(reference, r.centred(counts), counts) for r in predicted]
+    pairs = list(combinations([ranking.centred(counts) for ranking in seeds], 2))
+    between = np.full(len(reference), np.nan)
+    if pairs:
+        between = np.mean([correlation(b, a, counts) for a, b in pairs], axis=0)
+    return np.vstack([*lds, ceiling(between, len(seeds))])
 
 
 def bootstrap(
@@ -174,8 +153,9 @@ def bootstrap(
 
     References
     ----------
-    Owen 2007, "The pigeonhole bootstrap".
+    Owen 2007, "The pigeonhole bootstrap"; Efron and Tibshirani 1993, section 10.6 (bias).
     """
+    # 1. The same resamples of subsets for all rows and targets.
     rng, n_subsets = np.random.default_rng(seed), truth.places.shape[1]
     observed = statistics(truth, predicted, seeds, np.ones(n_subsets))
     draws, noise = np.empty((len(observed), repeats)), np.zeros((len(observed), len(observed)))
@@ -184,11 +164,22 @@ def bootstrap(
         drawn = statistics(truth, predicted, seeds, counts)
         draws[:, i] = mean_without_nan(drawn)
         noise += _covariance(drawn - observed) / repeats
+    # 2. On average the draws differ from the estimate by as much as the estimate differs from the
+    #    truth. Twice this bias is subtracted from the draws, and once from the estimate, so that
+    #    quantiles of the draws are an interval around the corrected estimate.
     means = mean_without_nan(observed)
-    draws, unbiased = less_bias(draws, means)
-    means[-1] = unbiased[-1]
-    between = (_covariance(observed) - noise) * _shared(observed)
-    draws += _student(rng, between, repeats, observed.shape[1] - 1)
+    bias = mean_without_nan(draws) - means
+    draws -= 2 * bias[:, None]
+    means[-1] = np.minimum(means[-1] - bias[-1], 1)
+    # 3. The covariance of the means over other targets, from the covariances over targets.
+    present = (~np.isnan(observed)).astype(np.float64)
+    numbers = np.maximum(present.sum(axis=1), 1)
+    shared = present @ present.T / np.outer(numbers, numbers)
+    values, vectors = np.linalg.eigh((_covariance(observed) - noise) * shared)
+    # 4. Draws from Student's t with the positive part of this estimate.
+    normal = vectors * np.sqrt(np.maximum(values, 0)) @ rng.standard_normal((len(values), repeats))
+    freedom = max(observed.shape[1] - 1, 1)
+    draws += normal * np.sqrt(freedom / rng.chisquare(freedom, repeats))
     return observed, means, np.minimum(draws, 1)
 
 
@@ -197,21 +188,6 @@ def _covariance(values: Floats) -> Floats:
     present = (~np.isnan(values)).astype(np.float64)
     centred = np.nan_to_num(values - mean_without_nan(values)[:, None])
     return np.asarray(centred @ centred.T / np.maximum(present @ present.T - 1, 1))
-
-
-def _shared(values: Floats) -> Floats:
-    """Return the factors, (row, row), from covariances over targets to covariances of means."""
-    present = (~np.isnan(values)).astype(np.float64)
-    counts = np.maximum(present.sum(axis=1), 1)
-    return np.asarray(present @ present.T / np.outer(counts, counts))
-
-
-def _student(rng: np.random.Generator, covariance: Floats, n: int, freedom: int) -> Floats:
-    """Draw from Student's t with the positive part of an estimated covariance, (row, draw)."""
-    values, vectors = np.linalg.eigh(covariance)
-    normal = vectors * np.sqrt(np.maximum(values, 0)) @ rng.standard_normal((len(values), n))
-    freedom = max(freedom, 1)
-    return np.asarray(normal * np.sqrt(freedom / rng.chisquare(freedom, n)))
 
 
 # --------------------------------------------------------------------- intervals of means
@@ -230,3 +206,98 @@ def mean_interval(values: Floats, confidence: float) -> Floats:
         error = np.sqrt(((values - mean[..., None]) ** 2).sum(axis=-1) / (n - 1) / n)
         half = special.stdtrit(n - 1, (1 + confidence) / 2) * error
     return np.stack([mean - half, mean + half])
+
+
+# ------------------------------------------------- how well scores separate two classes
+
+
+def roc_auc(values: Floats, positive: NDArray[np.bool_], confidence: float) -> tuple[float, Floats]:
+    """Return the area under the ROC curve of one score, and its interval (bound,).
+
+    Parameters
+    ----------
+    values
+        (sample,), expected to be higher for positives; ties count half.
+    positive
+        (sample,), with at least one positive and one negative.
+    confidence
+        Confidence level of the interval.
+
+    Notes
+    -----
+    Only the ranks of the values matter. The variance is DeLong's. The interval is symmetric for the
+    logit of the area, so that it stays within [0, 1]; for an area of 0 or 1 it has no width. A NaN
+    makes all results NaN.
+
+    References
+    ----------
+    DeLong et al. 1988; Sun and Xu 2014 (by ranks).
+
+    Examples
+    --------
+    >>> area, bounds = roc_auc(np.array([1.0, 2.0, 3.0, 4.0]), np.array([0, 1, 0, 1], bool), 0.95)
+    >>> area
+    0.75
+    """
+    from scipy.stats import rankdata  # takes a second to import, and only evaluation needs it
+
+    if np.isnan(values).any():
+        return float("nan"), np.full(2, np.nan)
+    n1, n0 = int(positive.sum()), int((~positive).sum())
+    ranks = rankdata(values)
+    # The fraction of samples of the other class that each sample ranks above.
+    above = (ranks[positive] - rankdata(values[positive])) / n0
+    below = (ranks[~positive] - rankdata(values[~positive])) / n1
+    area = float(above.mean())
+    # The variance of one sample of a class is unknown.
+    parts = (np.var(x, ddof=1) / len(x) if len(x) > 1 else np.nan for x in (above, below))
+    variance = float(sum(parts))
+    if not 0 < area < 1:
+        return area, np.full(2, area)
+    half = special.ndtri((1 + confidence) / 2) * np.sqrt(variance) / (area * (1 - area))
+    bounds: Floats = special.expit(special.logit(area) + np.array([-half, half]))
+    return area, bounds
+
+
+def proportion_interval(fraction: Floats, n: int, confidence: float) -> Floats:
+    """Return Wilson's interval (bound, ...) of proportions observed in n trials.
+
+    Examples
+    --------
+    >>> proportion_interval(np.array([0.0, 0.5]), 10, 0.95).round(3).tolist()
+    [[0.0, 0.237], [0.278, 0.763]]
+    """
+    z = float(special.ndtri((1 + confidence) / 2))
+    centre = (fraction + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z * np.sqrt(fraction * (1 - fraction) / n + (z / (2 * n)) ** 2) / (1 + z**2 / n)
+    return np.clip(np.stack([centre - half, centre + half]), 0, 1)
+
+
+# ---------------------------------------------------------- agreement of checkpoints
+
+
+def mean_agreement(scores: Floats) -> Floats:
+    """Return the mean correlation between two checkpoints, (group,) float64; 0 of one.
+
+    Parameters
+    ----------
+    scores
+        (sample, target, group, checkpoint), where target i is sample i: this score is left out,
+        because training draws it near to its sample. So is the mean of each target.
+
+    Examples
+    --------
+    >>> one = np.random.default_rng(0).standard_normal((9, 4, 1, 1))
+    >>> mean_agreement(np.concatenate([one, 2 * one], -1)).round(6).tolist()
+    [1.0]
+    """
+    n_samples, n_targets, n_groups, n = scores.shape
+    others = np.arange(n_samples)[:, None] != np.arange(n_targets)
+    wide = scores.astype(np.float64) * others[..., None, None]
+    wide = (wide - wide.sum(0) / (n_samples - 1)) * others[..., None, None]
+    flat = np.moveaxis(wide, 2, 0).reshape(n_groups, -1, n)
+    length = np.linalg.norm(flat, axis=1, keepdims=True)
+    flat /= np.where(length > 0, length, 1)
+    products = flat.mT @ flat
+    total = products.sum((1, 2)) - np.trace(products, axis1=1, axis2=2)
+    return total / max(n * (n - 1), 1)

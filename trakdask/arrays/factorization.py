@@ -9,7 +9,6 @@ matrix products, in place, and LAPACK is called for small blocks only.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from scipy.linalg import blas, lapack
 
 from trakdask.arrays.blocks import Floats
@@ -51,9 +50,13 @@ def decompose(matrix: Floats, n_component: int) -> tuple[Floats, Floats]:
     if n_component >= len(matrix):
         values, vectors = np.linalg.eigh(matrix)
         return np.maximum(values, 0), vectors
+    # L (p, component) with K[pivots][:, pivots] = L Lᵀ; columns beyond K's own rank are 0.
     # For an eigenvector u of Lᵀ L, K (L u) = L (Lᵀ L u) = s L u, and |L u|² = uᵀ Lᵀ L u = s: so L u
     # divided by √s is one of K, of the same eigenvalue. The rest of K has the eigenvalue 0.
-    lower, pivots = _pivoted_factor(matrix, n_component)
+    whole, pivots, rank, _ = lapack.dpstrf(matrix.T, lower=1)
+    lower, pivots = whole[:, :n_component], pivots - 1
+    lower[:n_component] = np.tril(lower[:n_component])  # above the diagonal are numbers of K
+    lower[:, rank:] = 0
     values, factors = np.linalg.eigh(lower.T @ lower)
     is_kept = values > _LEAST * values.max(initial=0)
     values = np.where(is_kept, values, 0)
@@ -64,18 +67,6 @@ def decompose(matrix: Floats, n_component: int) -> tuple[Floats, Floats]:
     vectors[pivots[:n_component]] = blas.dtrmm(1.0, lower[:n_component], factors, lower=1)
     vectors[pivots[n_component:]] = lower[n_component:] @ factors
     return values, vectors
-
-
-def _pivoted_factor(matrix: Floats, rank: int) -> tuple[Floats, npt.NDArray[np.intp]]:
-    """Return L (p, rank) and pivots with K[pivots][:, pivots] = L Lᵀ.
-
-    Columns beyond K's own rank are 0.
-    """
-    whole, pivots, rank_of_matrix, _ = lapack.dpstrf(matrix.T, lower=1)
-    lower = whole[:, :rank]
-    lower[:rank] = np.tril(lower[:rank])  # above the diagonal are numbers of K
-    lower[:, rank_of_matrix:] = 0
-    return lower, pivots - 1
 
 
 def cholesky_in_place(a: Floats) -> bool:
@@ -141,20 +132,13 @@ def solve_in_place(lower: Floats, rows: Floats) -> None:
     """
     starts = range(0, len(lower), _BLOCK)
     # First L y = r from the first block on, then Lᵀ x = y from the last one back.
-    for start in starts:
-        _solve_panel(lower, rows, start, slice(0, start), transposed=False)
-    for start in reversed(starts):
-        _solve_panel(lower, rows, start, slice(start + _BLOCK, None), transposed=True)
-
-
-def _solve_panel(
-    lower: Floats, rows: Floats, start: int, solved: slice, *, transposed: bool
-) -> None:
-    """Solve one block of columns of ``rows``, given the columns that are already solved."""
-    block = slice(start, start + _BLOCK)
-    coupling = lower[solved, block] if transposed else lower[block, solved].T
-    panel = rows[:, block] - rows[:, solved] @ coupling
-    diagonal = lower[block, block]
-    rows[:, block] = blas.dtrsm(
-        1.0, diagonal, panel.T, lower=1, trans_a=int(transposed), overwrite_b=1
-    ).T
+    for start, transposed in [*((s, 0) for s in starts), *((s, 1) for s in reversed(starts))]:
+        # One block of columns of ``rows``, given the columns that are already solved.
+        block = slice(start, start + _BLOCK)
+        solved = slice(start + _BLOCK, None) if transposed else slice(0, start)
+        coupling = lower[solved, block] if transposed else lower[block, solved].T
+        panel = (rows[:, block] - rows[:, solved] @ coupling).T
+        diagonal = lower[block, block]
+        rows[:, block] = blas.dtrsm(
+            1.0, diagonal, panel, lower=1, trans_a=transposed, overwrite_b=1
+        ).T

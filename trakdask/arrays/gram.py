@@ -156,7 +156,17 @@ def _reduced(
             "expected feature of gram with at least one sample, got 0 samples; try selecting more"
         )
     feature = feature.rechunk({2: 1})  # a task reads the first checkpoint of its block
-    groups = _groups(feature.chunks[0], ROWS_PER_DIM * p)
+    # 1. Consecutive chunks, merged into groups of at least 8 p rows.
+    sizes, least = [0], ROWS_PER_DIM * p
+    for size in feature.chunks[0]:
+        if sizes[-1] >= least:
+            sizes.append(0)
+        sizes[-1] += size
+    if len(sizes) > 1 and sizes[-1] < least:
+        tail = sizes.pop()
+        sizes[-1] += tail
+    groups = tuple(sizes)
+    # 2. Partial sums of each group, added up in a tree.
     ends = np.searchsorted(block_starts(feature.chunks[0]), block_starts(groups))
     blocks = [range(start, end) for start, end in pairwise(ends.tolist())]
     h = None if gram_weights is None else align_weights(gram_weights, feature)
@@ -187,19 +197,6 @@ def accumulation_dtype(proj_dim: int) -> np.dtype[np.floating]:
 
 def _sum_dtype(feature: da.Array | Block) -> np.dtype[np.floating]:
     return np.result_type(accumulation_dtype(feature.shape[1]), product_dtype(feature))
-
-
-def _groups(sizes: tuple[int, ...], min_rows: int) -> tuple[int, ...]:
-    """Merge consecutive chunks into groups of at least ``min_rows`` rows; return their sizes."""
-    groups = [0]
-    for size in sizes:
-        if groups[-1] >= min_rows:
-            groups.append(0)
-        groups[-1] += size
-    if len(groups) > 1 and groups[-1] < min_rows:
-        tail = groups.pop()
-        groups[-1] += tail
-    return tuple(groups)
 
 
 def _concatenated(blocks: Blocks) -> Block:
@@ -303,21 +300,8 @@ def of_rows(matrix: Block, rows: np.ndarray) -> Block:
     return matrix if is_done else matrix[:, rows]
 
 
-def mean_trace(gram: da.Array, n_sample: int, labels: Sequence[object]) -> da.Array:
-    """Return tr(K_c)/n, (checkpoint,) float64, lazy: the unit of relative damping.
-
-    Computing it raises a ValueError that names the checkpoint, if K is all 0.
-
-    Examples
-    --------
-    >>> mean_trace(da.ones((2, 2, 1), chunks=(2, 2, 1)), 4, ["c0"]).compute().tolist()
-    [0.5]
-    """
-    return _traces(gram, labels)[0] / n_sample
-
-
-def closed_form(gram: da.Array, factor: float, labels: Sequence[object]) -> da.Array:
-    """Return the damping λ_c = factor · tr(K_c²) / tr(K_c).
+def traces(gram: da.Array, labels: Sequence[object]) -> da.Array:
+    """Return tr(K_c) and tr(K_c²)/tr(K_c), the units of the damping λ.
 
     tr(K²)/tr(K) is the mean of the eigenvalues of K, weighted by the eigenvalues themselves, so λ
     scales with the gradients and the same factor is suitable for all checkpoints.
@@ -326,15 +310,13 @@ def closed_form(gram: da.Array, factor: float, labels: Sequence[object]) -> da.A
     ----------
     gram
         (proj_dim, proj_dim, checkpoint), float, chunks (p, p, 1), symmetric.
-    factor
-        At least 0.
     labels
         The checkpoints' names, for errors.
 
     Returns
     -------
-    (checkpoint,) float64, lazy, chunks of 1, in the units of ``gram``; not finite for a checkpoint
-    whose ``gram`` is not finite.
+    (2, checkpoint) float64, lazy, chunks of one checkpoint, in the units of ``gram``; not finite
+    for a checkpoint whose ``gram`` is not finite.
 
     Raises
     ------
@@ -348,22 +330,16 @@ def closed_form(gram: da.Array, factor: float, labels: Sequence[object]) -> da.A
 
     Examples
     --------
-    >>> k = da.ones((2, 2, 1), chunks=(2, 2, 1))
-    >>> closed_form(k, 0.5, ["c0"]).compute().tolist()
-    [1.0]
+    >>> traces(da.ones((2, 2, 1), chunks=(2, 2, 1)), ["c0"]).compute().tolist()
+    [[2.0], [2.0]]
     """
-    return factor * _traces(gram, labels)[1]
-
-
-def _traces(gram: da.Array, labels: Sequence[object]) -> da.Array:
-    """Return tr(K) and tr(K²)/tr(K), (2, checkpoint)."""
     return blockwise(
-        _traces_of_block, "tc", gram, "pqc", texts(labels), "c",
+        _traces, "tc", gram, "pqc", texts(labels), "c",
         new_axes={"t": 2}, concatenate=False, name="traces", dtype=np.float64,
     )  # fmt: skip
 
 
-def _traces_of_block(gram: Blocks, label: str) -> Block:
+def _traces(gram: Blocks, label: str) -> Block:
     (block,) = flat(gram)
     trace = float(np.trace(block[:, :, 0], dtype=np.float64))
     if not trace:  # K is a sum of squares, so all of K is 0, too

@@ -206,26 +206,21 @@ def reader(array: object) -> Read | None:
 
 
 def map_stored(
-    function: Callable[..., Block],
-    array: da.Array,
-    *,
-    dtype: npt.DTypeLike,
-    name: str,
-    **options: Any,
+    function: Callable[..., Block], array: da.Array, *, name: str, **options: Any
 ) -> da.Array:
-    """Return a function of each block, of the same shape: in a store, if the array is.
+    """Return a function of each block, of the same shape, float64: in a store, if the array is.
 
     Examples
     --------
-    >>> map_stored(np.sqrt, da.ones(3), dtype=float, name="roots").compute().tolist()
+    >>> map_stored(np.sqrt, da.ones(3), name="roots").compute().tolist()
     [1.0, 1.0, 1.0]
     """
     function, name = functools.partial(function, **options), f"{name}-{tokenize(array, options)}"
     if read := reader(array):
         read = functools.partial(_read_and_apply, function, read)
-        return stored(read, array.chunks, dtype, name)
-    meta = np.empty((0,) * array.ndim, dtype)
-    return da.map_blocks(function, array, name=name, dtype=dtype, meta=meta)
+        return stored(read, array.chunks, np.float64, name)
+    meta = np.empty((0,) * array.ndim)
+    return da.map_blocks(function, array, name=name, dtype=np.float64, meta=meta)
 
 
 def _read_and_apply(function: Callable[..., Block], read: Read, key: tuple[Any, ...]) -> Block:

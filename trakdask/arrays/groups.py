@@ -152,23 +152,16 @@ def _partial(feature: Blocks, weights: Blocks, members: Any, *, n_groups: int, a
     total, start = None, 0
     for block in flat(feature):
         rows = slice(start, start := start + len(block))
-        if members is None:
-            sums = _sums_of_all(block, w[rows])
-        else:
+        if members is not None:
             sums = _sums_of_members(block, w[rows], members[rows].tocoo())
+        else:  # (fold, p), by a dense product
+            x, failed = matrix(block), failed_rows(block)[:, None]
+            known = np.where(np.isnan(w[rows]), 0, w[rows]).astype(x.dtype)
+            sums = (known.T @ (np.where(failed, 0, x) if failed.any() else x)).astype(np.float64)
         total = sums if total is None else np.add(total, sums, out=total)
     assert total is not None
     outer = [{"g": n_groups, "f": w.shape[1]}[axis] for axis in axes]
     return np.asarray(total.reshape(1, *outer, -1, 1))
-
-
-def _sums_of_all(block: Block, weights: Block) -> Block:
-    """Return the (fold, p) sums of one block, by a dense product."""
-    x, failed = matrix(block), failed_rows(block)
-    weights = np.where(np.isnan(weights), 0, weights).astype(x.dtype)
-    if failed.any():
-        x = np.where(failed[:, None], 0, x)
-    return np.asarray((weights.T @ x).astype(np.float64))
 
 
 def _sums_of_members(block: Block, weights: Block, members: sparse.coo_array) -> Block:

@@ -59,11 +59,6 @@ class Sizes:
         """Bytes of the largest block; twice, if it is read: as bytes, and as an array."""
         return (1 + self.read) * self.rows * self.proj_dim * self.itemsize
 
-    @property
-    def node(self) -> int:
-        """Blocks that a node of a tree adds, and their sum."""
-        return min(SPLIT_EVERY, -(-self.n_samples // max(self.rows, 1))) + 1
-
 
 def gram(x: Sizes) -> int:
     """Bound a task of :func:`trakdask.arrays.gram.gram`.
@@ -162,7 +157,9 @@ def group_sums(x: Sizes, n_groups: int, n_folds: int = 1) -> int:
     >>> group_sums(Sizes(10**6, 4096, 2048, 3), 1000) / 1e6
     189.202432
     """
-    return x.block + (8 * max(x.node, 2) + 4) * n_groups * n_folds * x.proj_dim
+    # Blocks that a node of a tree adds, and their sum.
+    held = min(SPLIT_EVERY, -(-x.n_samples // max(x.rows, 1))) + 1
+    return x.block + (8 * max(held, 2) + 4) * n_groups * n_folds * x.proj_dim
 
 
 def stored(x: Sizes, *, half: bool = False) -> int:

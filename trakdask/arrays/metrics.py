@@ -29,20 +29,11 @@ def sigmoid(x: Floats) -> Floats:
     return np.asarray(0.5 + 0.5 * np.tanh(x / 2))
 
 
-def loss(f: Floats) -> Measured:
-    """Return the mean of log(1 + exp(-f)), the cross-entropy.
+def loss(f: Floats, weight: Floats | float = 1.0) -> Measured:
+    """Return the mean of log(1 + exp(-f)), the cross-entropy, each times a number of its target.
 
-    >>> loss(np.zeros(2))[1].tolist()
-    [-0.25, -0.25]
-    """
-    return float(np.logaddexp(0, -f).mean()), -sigmoid(-f) / len(f)
-
-
-def weighted_loss(f: Floats, weight: Floats) -> Measured:
-    """Return the mean of the cross-entropies, each times a number of its target.
-
-    >>> weighted_loss(np.zeros(2), np.array([2.0, 0.0]))[1].tolist()
-    [-0.5, 0.0]
+    >>> loss(np.zeros(2))[1].tolist(), loss(np.zeros(2), np.array([2.0, 0.0]))[1].tolist()
+    ([-0.25, -0.25], [-0.5, 0.0])
     """
     return float((weight * np.logaddexp(0, -f)).mean()), -weight * sigmoid(-f) / len(f)
 

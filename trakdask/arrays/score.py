@@ -231,10 +231,18 @@ def _with_error(
     xp = array_module()
     (others,) = flat(folds)
     b = xp.asarray(others.T[:, :, None])
+    # 1. Sums of products x_j: Σ x_j, Σ b_j x_j, Σ b_j² x_j and Σ b_j² x_j².
     products = _products(xp, feature, factor, None if pooled else weight)
-    dtype, (total, y, by, yy) = _sums_of_folds(products, b)
-    n = len(b)
-    # With θ_j = b_j (total - x_j)/(n - 1), of each entry:
+    sums: list[Any] = []
+    for b_j in b:
+        product = next(products)  # zip would hold it while the next one is computed
+        dtype, x = product.dtype, product.astype(np.float64)
+        y = b_j * x
+        terms = [x, y, b_j * y, y * y]
+        sums = list(map(operator.iadd, sums, terms)) if sums else terms
+        del product, x, y, terms
+    n, (total, y, by, yy) = len(b), sums
+    # 2. With θ_j = b_j (total - x_j)/(n - 1), of each entry:
     first = total * b.sum(axis=0) - y
     second = total * total * (b * b).sum(axis=0) - 2 * total * by + yy
     variance = (second - first * first / n) / (n * (n - 1))
@@ -244,19 +252,6 @@ def _with_error(
     tile["score"] = asnumpy(total / n)
     tile["error"] = asnumpy(np.sqrt(np.maximum(variance, 0)))  # rounding may make it negative
     return tile
-
-
-def _sums_of_folds(products: Iterator[Any], b: Any) -> tuple[np.dtype[Any], list[Any]]:
-    """Return the dtype of products x_j, and Σ x_j, Σ b_j x_j, Σ b_j² x_j and Σ b_j² x_j²."""
-    sums: list[Any] = []
-    for b_j in b:
-        product = next(products)  # zip would hold it while the next one is computed
-        dtype, x = product.dtype, product.astype(np.float64)
-        y = b_j * x
-        terms = [x, y, b_j * y, y * y]
-        sums = list(map(operator.iadd, sums, terms)) if sums else terms
-        del product, x, y, terms
-    return dtype, sums
 
 
 def _products(

@@ -100,30 +100,8 @@ def top_k(
             f"expected fewer than {int(_LOW)} samples, as positions are stored in 32 bits, got "
             f"{score.shape[0]}; try ranking subsets of the samples and merging the results"
         )
-    keys = _local_keys(score, k, largest, mask, others)
-    if keys is None:
-        shape, chunks = (score.shape[1], k), (score.chunks[1], k)
-        values = da.full(shape, np.nan, dtype=np.float32, chunks=chunks)
-        return values, da.full(shape, -1, dtype=np.int64, chunks=chunks), *[values] * len(others)
-    merge, finish = functools.partial(_merge, k=k), functools.partial(_finish, k=k)
-    best = tree(keys, merge, finish, name="top-k-merge", dtype=keys.dtype)
-    decoded = functools.partial(_decoded, best, k)
-    return (
-        decoded(_value, "f4", largest=largest),
-        decoded(_position, "i8"),
-        *(decoded(_other, "f4", i=i) for i in range(len(others))),
-    )
-
-
-def _local_keys(
-    score: da.Array,
-    k: int,
-    largest: bool,
-    mask: npt.NDArray[np.bool_] | TileMask | None,
-    others: Sequence[da.Array],
-) -> da.Array | None:
-    """Return the best keys of each block, (rank within the block, target); None without blocks."""
     sizes, target_sizes = score.chunks
+    # 1. Other numbers, and the mask, of which each task gets the part of its tile.
     chunks = {"s": sizes, "t": target_sizes}
     arguments: list[object] = [item for other in others for item in (other, "st")]
     if isinstance(mask, TileMask):
@@ -134,6 +112,7 @@ def _local_keys(
                 arguments += sliced(values, tuple(chunks[axis] for axis in index)), index
     elif mask is not None:
         arguments += [packed(mask, 1, sizes), "s"]
+    # 2. The best keys of each block, (rank within the block, target).
     keys = blockwise(
         _local, "st", score, "st", bounds(sizes), "s", bounds(target_sizes), "t", *arguments,
         adjust_chunks={"s": tuple(min(k, size) for size in sizes)},
@@ -143,9 +122,23 @@ def _local_keys(
     )  # fmt: skip
     used = blocks_with(mask, sizes) if isinstance(mask, np.ndarray) else list(range(len(sizes)))
     if not used:
-        return None
-    # Blocks are selected after the local ranking, so that dask can fuse it with the product.
-    return keys if len(used) == len(sizes) else keys.blocks[used]
+        values = da.full((score.shape[1], k), np.nan, dtype=np.float32, chunks=(target_sizes, k))
+        return values, da.full_like(values, -1, dtype=np.int64), *[values] * len(others)
+    if len(used) < len(sizes):
+        # Blocks are selected after the local ranking, so that dask can fuse it with the product.
+        keys = keys.blocks[used]
+    # 3. The best of all blocks, and what their keys say.
+    merge, finish = functools.partial(_merge, k=k), functools.partial(_finish, k=k)
+    best = tree(keys, merge, finish, name="top-k-merge", dtype=keys.dtype)
+    decoders: list[tuple[Any, str]] = [
+        (functools.partial(_value, largest=largest), "f4"),
+        (_position, "i8"),
+        *((functools.partial(_other, i=i), "f4") for i in range(len(others))),
+    ]
+    return tuple(
+        blockwise(decode, "tk", best, "t", new_axes={"k": k}, name="top-k", dtype=dtype)
+        for decode, dtype in decoders
+    )
 
 
 def _local(
@@ -236,14 +229,6 @@ def _finish(blocks: Blocks, axis: object = None, keepdims: bool = False, *, k: i
 def _with_others(n: int) -> np.dtype[Any]:
     """Return the dtype of a key with n more numbers."""
     return np.dtype([("key", np.int64), ("others", np.float32, (n,))])
-
-
-def _decoded(
-    keys: da.Array, k: int, decode: Callable[..., Block], dtype: str, **options: Any
-) -> da.Array:
-    return blockwise(
-        decode, "tk", keys, "t", new_axes={"k": k}, name="top-k", dtype=dtype, **options
-    )
 
 
 def _keys_alone(keys: Block) -> Block:

@@ -113,8 +113,7 @@ def soft_loss_weights(out_to_loss: da.Array, power: float | da.Array) -> da.Arra
             _loss_weights, "sc", out_to_loss, "sc", power, "",
             name="soft-loss-weights", dtype=np.float64,
         )  # fmt: skip
-    name = "soft-loss-weights"
-    return map_stored(_loss_weights, out_to_loss, dtype=np.float64, name=name, power=power)
+    return map_stored(_loss_weights, out_to_loss, name="soft-loss-weights", power=power)
 
 
 def soft_gram_weights(out_to_loss: da.Array, power: float) -> da.Array:
@@ -127,8 +126,7 @@ def soft_gram_weights(out_to_loss: da.Array, power: float) -> da.Array:
     >>> soft_gram_weights(da.from_array(np.array([[0.25, 1.0]])), 0.5).compute().tolist()
     [[0.375, 0.0]]
     """
-    name = "soft-gram-weights"
-    return map_stored(gram_weights, out_to_loss, dtype=np.float64, name=name, power=power)
+    return map_stored(gram_weights, out_to_loss, name="soft-gram-weights", power=power)
 
 
 def _loss_weights(q: Block, power: float) -> Block:

@@ -1,4 +1,7 @@
-"""Conditions on metadata that are written as text, such as ``label == 3 and source != "web"``."""
+"""What may be ranked: conditions as text, such as ``label == 3 and source != "web"``, and masks.
+
+Masks over tiles of scores are made of such a text, an array, or a function of the coords.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,20 @@ import operator
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import dask.array as da
 import numpy as np
 import pandas as pd
 import xarray as xr
 
+from trakdask.arrays.topk import TileMask
 from trakdask.attribution.groups import group_codes
 from trakdask.checks import nearest
-from trakdask.variables import SAMPLE, TARGET
+from trakdask.variables import SAMPLE, TARGET, aligned, coords_along, stays_in_store
 
 _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -129,20 +134,12 @@ def selection(scores: xr.DataArray, text: str) -> xr.DataArray | Condition:
     ValueError
         If the text is no condition on the coords of these scores.
     """
-    condition = Condition(text)
-    first = scores.coords.to_dataset().isel(
-        {SAMPLE: slice(1), TARGET: slice(1)}, missing_dims="ignore"
-    )
-    if condition(_with_positions(first, {})).dims != (SAMPLE,):
-        return condition
-    return condition(_with_positions(scores.coords.to_dataset(), scores.sizes))
-
-
-def _with_positions(coords: xr.Dataset, sizes: Mapping[Any, int]) -> xr.Dataset:
-    """Return the coords of scores, with positions where samples or targets have no labels."""
+    condition, coords = Condition(text), scores.coords.to_dataset()
+    # Samples and targets without labels have their positions.
     missing = [dim for dim in (SAMPLE, TARGET) if dim not in coords.coords]
-    sizes = {**coords.sizes, **sizes}
-    return coords.assign_coords({dim: np.arange(sizes.get(dim, 1)) for dim in missing})
+    coords = coords.assign_coords({dim: np.arange(scores.sizes.get(dim, 1)) for dim in missing})
+    first = coords.isel({SAMPLE: slice(1), TARGET: slice(1)}, missing_dims="ignore")
+    return condition(coords) if condition(first).dims == (SAMPLE,) else condition
 
 
 @dataclass(frozen=True)
@@ -174,8 +171,12 @@ class _Evaluation:
         if type(sign) not in _COMPARISONS:
             raise self._refused("one of == != < <= > >=, or in before a list such as [1, 2]", right)
         values = self._alike(left, right)
-        if isinstance(sign, (ast.Eq, ast.NotEq)):
-            values = _coded(*values)
+        is_of_pairs = sum(np.ndim(value) for value in values) > 1
+        if isinstance(sign, ast.Eq | ast.NotEq) and is_of_pairs and _kind(values[0]) == "text":
+            # Texts of samples and of targets: n + m are sorted, and n × m numbers compared.
+            codes = np.unique(np.concatenate([x.values for x in values]), return_inverse=True)[1]
+            parts = np.split(codes, [values[0].size])
+            values = values[0].copy(data=parts[0]), values[1].copy(data=parts[1])
         return _COMPARISONS[type(sign)](*values)
 
     def _is_in(self, left: ast.expr, others: list[ast.expr]) -> Any:
@@ -215,7 +216,14 @@ class _Evaluation:
         elif kinds[0] != kinds[1]:
             expected = f"two values of one kind, not {kinds[0]} and {kinds[1]}"
             literal = right if isinstance(right, ast.Constant) else left
-            raise self._refused(expected, literal, _of_other_kind(literal))
+            remedy = _EXAMPLE  # or what to type in place of a number or a text
+            match literal:
+                case ast.Constant(value=str() as given):
+                    number = given if given.isdecimal() else "a number, such as: label == 3"
+                    remedy = f"try {number}"
+                case ast.Constant(value=value):
+                    remedy = f"try {str(value)!r}"
+            raise self._refused(expected, literal, remedy)
         return values[0], values[1]
 
     def _value(self, node: ast.expr) -> Any:
@@ -282,29 +290,78 @@ def _spelled(text: object) -> str:
     return f"try {spelled:.200}" if spelled != text else _EXAMPLE
 
 
-def _of_other_kind(node: ast.expr) -> str:
-    """Return what to type in place of a number or a text, if a coord has no values of that kind."""
-    match node:
-        case ast.Constant(value=str() as text):
-            return f"try {text}" if text.isdecimal() else "try a number, such as: label == 3"
-        case ast.Constant(value=value):
-            return f"try {str(value)!r}"
-    return _EXAMPLE
-
-
-def _coded(left: Any, right: Any) -> tuple[Any, Any]:
-    """Return numbers in place of texts of samples and of targets, so that pairs are compared fast.
-
-    n + m texts are sorted, and n × m numbers compared.
-    """
-    if {_kind(left), _kind(right)} != {"text"} or np.ndim(left) + np.ndim(right) < 2:
-        return left, right
-    texts = np.concatenate([left.values, right.values])
-    codes = np.unique(texts, return_inverse=True)[1]
-    return left.copy(data=codes[: left.size]), right.copy(data=codes[left.size :])
-
-
 def _kind(value: Any) -> str:
     if isinstance(value, xr.Variable):
         return _KINDS.get(value.dtype.kind, str(value.dtype))
     return "text" if isinstance(value, str) else "number"
+
+
+def columns_along(scores: xr.DataArray, dim: str) -> dict[Hashable, np.ndarray | da.Array]:
+    """Return the values of coords: in memory, or as lazy arrays if they stay in a store."""
+    sizes = scores.variable.chunksizes[SAMPLE]
+    return {
+        name: coord.data if stays_in_store(coord, sizes) else coord.values
+        for name, coord in coords_along(scores, dim).items()
+    }
+
+
+def mask_of(scores: xr.DataArray, where: Any) -> np.ndarray | TileMask | None:
+    """Return None, a mask over samples, or one of tiles."""
+    if where is None:
+        return None
+    if isinstance(where, str):
+        where = selection(scores, where)
+    if callable(where) and not isinstance(where, (xr.DataArray, np.ndarray)):
+        dims: dict[Hashable, str] = {}
+        columns: list[tuple[np.ndarray | da.Array, str]] = []
+        for dim, axis in ((SAMPLE, "s"), (TARGET, "t")):
+            for name, values in columns_along(scores, dim).items():
+                if not isinstance(where, Condition) or name in where.names:
+                    dims[name] = dim
+                    columns.append((values, axis))
+        return TileMask(functools.partial(_mask_of_coords, where, dims), tuple(columns))
+    if not isinstance(where, xr.DataArray):  # which makes NaN of what a masked array hides
+        n_dims = np.ndim(where)  # and keeps the index of what pandas made
+        where = xr.DataArray(where, dims=(SAMPLE, TARGET, *range(2, n_dims))[:n_dims])
+    is_bool = where.dtype.kind == "b" and (where.dtype == bool or not where.isnull().any())
+    if not is_bool or not where.dims or not set(where.dims) <= {SAMPLE, TARGET}:
+        raise ValueError(
+            f"expected where as bool over samples, or over both of {dict(scores.sizes)}, got "
+            f"{where.dtype} over {dict(where.sizes)}; try where=(scores.label == 3), or "
+            "where=lambda tile: tile.label == tile.target_label"
+        )
+    where = aligned(where, scores, what="where")
+    if where.dims == (SAMPLE,):
+        return where.values
+    index = "t" if where.dims == (TARGET,) else "st"
+    values = where.transpose(SAMPLE, TARGET, missing_dims="ignore").values
+    return TileMask(_broadcast, ((values, index),))
+
+
+def _mask_of_coords(
+    where: Callable[[xr.Dataset], xr.DataArray],
+    dims: Mapping[Hashable, str],
+    samples: range,
+    targets: range,
+    *coords: np.ndarray,
+) -> np.ndarray:
+    """Return a function of the coords of a tile, (sample, target)."""
+    pairs = zip(dims.values(), coords, strict=True)
+    positions = {SAMPLE: (SAMPLE, np.array(samples)), TARGET: (TARGET, np.array(targets))}
+    tile = xr.Dataset(coords=positions | dict(zip(dims, pairs, strict=True)))
+    mask = where(tile)
+    is_mask = isinstance(mask, xr.DataArray) and mask.dtype == bool
+    if not is_mask or any(tile.sizes.get(dim) != size for dim, size in mask.sizes.items()):
+        is_array = isinstance(mask, xr.DataArray)
+        actual = f"{mask.dtype} over {dict(mask.sizes)}" if is_array else type(mask).__name__
+        raise ValueError(
+            f"expected the function where= to return a boolean DataArray over the tile's "
+            f"{dict(tile.sizes)}, got {actual}; try lambda tile: tile.label == tile.target_label"
+        )
+    whole = mask.variable.set_dims(tile.sizes).transpose(SAMPLE, TARGET)
+    return np.asarray(whole.values)
+
+
+def _broadcast(samples: range, targets: range, mask: np.ndarray) -> np.ndarray:
+    """Return a mask over targets, or over both, as (sample, target)."""
+    return np.broadcast_to(mask, (len(samples), len(targets)))

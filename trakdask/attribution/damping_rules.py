@@ -1,12 +1,14 @@
 """How λ is chosen: by a rule that asks no outputs, by outputs, and by left-out checkpoints.
 
-Each rule is a function of the features and their sums, which :func:`choose` calls.
+Each rule is a function of the features and their sums, which :func:`choose` calls. A store keeps
+what :func:`chosen_damping` returns of the choice.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import dask
 import dask.array as da
 import numpy as np
 import xarray as xr
@@ -16,11 +18,16 @@ from trakdask import arrays
 from trakdask.arrays.blocks import field, where
 from trakdask.arrays.damping import CHOICE, COMPLETENESS, CROSS_VALIDATION, made_choice
 from trakdask.arrays.graphs import plain
-from trakdask.attribution.estimators import choosing
+from trakdask.attribution.estimators import EstimatorLike, Soft, Trak, choosing, with_gram
 from trakdask.attribution.folds import differ, fold_weights, require_folds
-from trakdask.attribution.gauss_newton import Trak
 from trakdask.attribution.grams import Sums, is_of_gram, stored, sums_of
-from trakdask.attribution.protocol import Absolute, GramEstimator, damping_prior
+from trakdask.attribution.protocol import (
+    LOGIT_VARIANCE,
+    SCORE_POWER,
+    Absolute,
+    GramEstimator,
+    damping_prior,
+)
 from trakdask.errors import warn_once
 from trakdask.provenance import pooled_checkpoints, require_comparable
 from trakdask.variables import (
@@ -29,19 +36,158 @@ from trakdask.variables import (
     GRAM,
     SAMPLE,
     TRAINED_ON,
+    VARIABLES,
     WRONG_CLASSES,
     checkpoint_names,
     lazy_features,
     validate,
 )
 
+_AUTOMATIC = 0.5
+"""The power in the gram matrix of an estimator whose power in scores is automatic."""
+
 #: With fewer rows, a correlation three standard errors above 0 is above 0.42.
 _LEAST_ROWS = 50
-
-
 #: A standard error of their correlation is below 0.032, and 2 p² flops for each are less than
 #: the 9 p³ of the eigendecomposition, from p of a few hundred on.
 _LEFT_OUT_ROWS = 1000
+
+
+def damping(
+    features: xr.Dataset,
+    estimator: EstimatorLike = "auto",
+    *,
+    calibrate: xr.Dataset | None = None,
+) -> xr.Dataset:
+    """Return the damping λ_c that :func:`score` adds to the gram matrix, and how it was chosen.
+
+    Parameters
+    ----------
+    features
+        Training features.
+    estimator
+        As in :func:`score`, with a gram matrix; its ``damping`` says what chooses λ, see
+        :class:`Soft`.
+    calibrate
+        Features of 50 or more held-out samples whose outputs choose λ, instead of training samples;
+        ``Soft(damping=td.damping(features, calibrate=held_out))`` has it. They may be the
+        samples to explain; then scores depend on which targets are asked for together.
+
+    Returns
+    -------
+    Lazy Dataset with ``damping`` (checkpoint), float64, in units of the gram matrix; ``relative``
+    (), ρ; ``curve`` (relative_damping), the correlations; ``peak`` (), their largest, which says
+    how well the linearised model follows the real one; ``threshold`` (), the least that suffices
+    for the prior; ``grade`` (relative_damping), what left-out checkpoints say; ``rule`` (), what
+    chose λ in the end. All but ``damping`` and ``rule`` are NaN where outputs were not asked;
+    :func:`trakdask.plots.damping` draws them. ρ is in units of tr(K_c)/n, which a number as
+    ``damping`` of an estimator is not: with ρ = 3, it is
+    ``Soft(damping=chosen.damping * (3 / chosen.relative))``.
+
+    Raises
+    ------
+    ValueError
+        If the estimator has no gram matrix; if ``calibrate`` has fewer than 50 samples, or outputs
+        do not choose λ. When computed: if a gram matrix is all 0, whose λ would be 0, too; the
+        checkpoint is named.
+
+    Warns
+    -----
+    UserWarning
+        If there are fewer than 3 checkpoints (completeness only). When computed: if outputs do not
+        follow the totals, or ρ is the end of the grid. The first and the last are shown once in a
+        process, not for every query.
+
+    Notes
+    -----
+    Completeness. In the linearised model the attributions of a target add up to its output, Σ_z
+    score(z, t) = f(t), if λ is right. So for 21 ρ from 0.01 to 1000 these sums are correlated over
+    samples with the outputs f (both as means over checkpoints), under soft weights of power ½. The
+    prior is the features' ``attrs["damping_prior"]`` (1 if missing, 5.6 in the coordinates of a
+    curvature), which is best for models that were trained to the end. The ρ with the largest
+    correlation is chosen instead, if that is clearly larger in Fisher's z = artanh(r), as after a
+    short training, where ρ has to be 10 to 300 times as large. With ``wrong_classes`` in the
+    features and without ``trained_on``, C checkpoints need 0.1/√C for a larger ρ, and 0.2/√C for a
+    smaller one, down to a tenth. Otherwise ρ is never smaller, and a larger one needs 0.6, or 0.2
+    if the correlation at the prior is below 0.57 or there are fewer than 500 samples.
+
+    Cross-validation, where features have ``trained_on`` and five or more checkpoints, for every
+    task. Each checkpoint is left out, and the scores of the others, added up over its samples,
+    predict its outputs, as in :func:`trakdask.evaluate.cross_validate`. The grade of a ρ is the
+    mean of Spearman's correlations over samples. The ρ with the best grade within a decade of the
+    choice without them is taken, if it is better by more than one standard error of the difference.
+    It costs one more pass over the features, and 2 p k flops for each of the
+    samples and checkpoints left out.
+
+    No model is retrained and no n × m array made: one more column of the gram matrix and one
+    eigendecomposition per checkpoint, about 9 p³ flops and 40 p² bytes; 21 numbers per sample and
+    checkpoint. For other estimators it needs a gram matrix of these weights too, one more pass over
+    the features.
+
+    The samples are ``calibrate``, if given; else up to 1000 training samples from up to 8
+    blocks, each left out of the sums exactly. So by default λ, and with it the score of a pair,
+    depends on the training features alone. If the correlation is less than three standard errors
+    (1/√m) above 0, λ is as by ``"trace"``.
+
+    ρ is free of the scale of the gradients of any checkpoint. What λ loses against the best one is
+    on the page "Best settings" (``tests/benchmarks/results/2026-11-28-dampings.txt``).
+
+    Examples
+    --------
+    >>> import trakdask as td
+    >>> features = td.testing.simulate_features(n_samples=8, proj_dim=4)
+    >>> chosen = td.damping(features, td.Trak(damping=td.Absolute(2.5)))
+    >>> chosen.damping.values.tolist(), str(chosen.rule.values)
+    ([2.5, 2.5], 'absolute')
+    """
+    validate(features, ["feature"], what="features")
+    features = lazy_features(features)
+    _, choice = regularize(features, with_gram(features, estimator), calibrate)
+    about = {
+        "relative": "λ in units of tr(K)/n",
+        "curve": "correlation of outputs with totals of attributions",
+        "peak": "largest correlation of the curve",
+        "threshold": "least correlation that suffices for the prior",
+        "grade": "mean rank correlation of scores with outputs of left-out checkpoints",
+        "rule": "what chose λ",
+    }
+    data: dict[str, Any] = {"damping": VARIABLES["damping"].holding(choice.value)}
+    for name, text in about.items():
+        values = field(choice.how, name)
+        dims = ("relative_damping",) * values.ndim
+        data[name] = dims, values, {"description": text}
+    grid = "relative_damping", arrays.damping.GRID, {"description": about["relative"]}
+    coords = {CHECKPOINT: features[CHECKPOINT], "relative_damping": grid}
+    return xr.Dataset(data, coords=coords)
+
+
+def chosen_damping(
+    ds: xr.Dataset, estimator: GramEstimator, calibrate: xr.Dataset | None
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Choose λ, from the stored eigenvectors; return its values and attrs."""
+    variance = None
+    if isinstance(estimator, Soft):
+        variance = arrays.weights.logit_variance(ds.out_to_loss.data)
+    resolved = estimator.resolved(ds)
+    _, choice = regularize(ds, resolved, calibrate, quiet=True)
+    values, (how,), variance = dask.compute(choice.value, choice.how, variance)
+    power = resolved.of_sums().power
+    attrs: dict[str, Any] = {
+        "rule": str(how["rule"]),
+        "pooled_checkpoints": checkpoint_names(ds),
+        SCORE_POWER: 1.0 if power is None else power,  # Trak has none
+    }
+    if variance is not None:
+        attrs[LOGIT_VARIANCE] = variance.tolist()
+        if power == _AUTOMATIC:
+            attrs[SCORE_POWER] = float(arrays.weights.power_of(variance))
+    if choice.rule in (arrays.damping.COMPLETENESS, arrays.damping.CROSS_VALIDATION):
+        attrs |= {name: float(how[name]) for name in ("relative", "peak", "threshold")}
+        of_grid = [name for name in ("curve", "grade") if np.isfinite(how[name]).any()]
+        attrs |= {name: how[name].tolist() for name in of_grid}
+        if how["samples"]:
+            attrs["samples"] = str(how["samples"])
+    return values, attrs
 
 
 class Choice(NamedTuple):
@@ -98,12 +244,12 @@ def choose(
     """Return the λ of an estimator: the one that it has, or the one that its rule chooses."""
     damping = estimator.damping
     if isinstance(damping, xr.DataArray):
-        return _unasked(_of_variable(damping), "given")
+        return _unasked(plain(damping.variable.chunk({CHECKPOINT: 1}).data), "given")
     if isinstance(damping, Absolute):
         lam = da.full(len(sums.labels), float(damping.value), chunks=1)
         return _unasked(lam, "absolute")._replace(rule=f"{damping.value}")
     if isinstance(damping, float):
-        lam = arrays.gram.closed_form(sums.gram, damping, sums.labels)
+        lam = damping * arrays.gram.traces(sums.gram, sums.labels)[1]
         return _unasked(lam, f"{damping:.3g} tr(K^2)/tr(K)")
     if damping == "trace":
         return by_trace(features, sums)
@@ -114,10 +260,6 @@ def choose(
 
 def _unasked(lam: da.Array, rule: str) -> Choice:
     return Choice(lam, rule, da.from_array(made_choice(rule)))
-
-
-def _of_variable(damping: xr.DataArray) -> da.Array:
-    return plain(damping.variable.chunk({CHECKPOINT: 1}).data)
 
 
 def by_trace(features: xr.Dataset, sums: Sums) -> Choice:
@@ -215,8 +357,8 @@ def chosen_before(features: xr.Dataset, estimator: GramEstimator) -> Choice | No
     is_auto = estimator.damping == estimator.with_damping("auto").resolved(features).damping
     if not is_auto or set(pooled_checkpoints(attrs)) != set(checkpoint_names(features)):
         return None
-    lam, samples = _of_variable(features[DAMPING]), attrs.get("samples", "")
-    if samples:
+    lam = plain(features.variables[DAMPING].chunk({CHECKPOINT: 1}).data)
+    if samples := attrs.get("samples", ""):
         _warn_of_few_checkpoints(len(lam))
         arrays.damping.warn_of_choice(attrs["relative"], attrs["peak"], samples)
     if "relative" not in attrs:

@@ -81,14 +81,33 @@ def find_duplicates(
             f"expected at most {_MOST_SAMPLES:,} samples to search for duplicates, got {n:,}; try "
             "a selection of them"
         )
+    # 1. The components of unit vectors in some random directions.
     directions = np.random.default_rng(0).standard_normal((p, _DIRECTIONS))
     chunks = feature.chunks[0], directions.shape[1:]
     lazy = da.map_blocks(_unit_components, feature, directions, chunks=chunks, dtype=np.float64)
     (components,) = compute(lazy)
-    pairs = _nearest(np.asarray(components))
+    # 2. Pairs (n, 2) of each sample and its nearest neighbour there, if that is near at all.
+    sketch = np.asarray(components)
+    rows = np.flatnonzero(np.isfinite(sketch).all(axis=1))
+    # |a - b|² = 2 (1 - cos); in a random direction a distance varies, hence the factor of 3.
+    reach = 3 * np.sqrt(2 * (1 - _SAME) * _DIRECTIONS)
+    near = cKDTree(sketch[rows])
+    index = near.query(sketch[rows], k=2, distance_upper_bound=reach)[1]
+    # Where several are at the same place, a sample need not be its own first neighbour.
+    other = np.where(index[:, 0] == np.arange(len(rows)), index[:, 1], index[:, 0])
+    is_near = other < len(rows)
+    pairs = np.stack([rows[is_near], rows[other[is_near]]], axis=1)
+    pairs = np.unique(np.sort(pairs, axis=1), axis=0)
+    # 3. Those whose features point the same way, in groups of all that are connected.
     left, right = (feature[rows] for rows in pairs.T)
     (cosines,) = compute(da.map_blocks(_cosines, left, right, drop_axis=1, dtype=np.float64))
-    return _groups(pairs[cosines > _SAME], n)
+    pairs = pairs[cosines > _SAME]
+    graph = coo_array((np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(n, n))
+    _, label = connected_components(graph, directed=False)
+    sample = np.flatnonzero(np.bincount(label)[label] > 1)
+    group = pd.factorize(label[sample])[0]
+    table = pd.DataFrame({"group": group.astype(np.int64), "sample": sample})
+    return table.sort_values(["group", "sample"], ignore_index=True)
 
 
 def _unit_components(block: np.ndarray, directions: np.ndarray) -> np.ndarray:
@@ -98,31 +117,7 @@ def _unit_components(block: np.ndarray, directions: np.ndarray) -> np.ndarray:
         return np.asarray(block / norms @ directions)
 
 
-def _nearest(sketch: np.ndarray) -> np.ndarray:
-    """Return pairs (n, 2) of each sample and its nearest neighbour, if that is near at all."""
-    rows = np.flatnonzero(np.isfinite(sketch).all(axis=1))
-    # |a - b|² = 2 (1 - cos); in a random direction a distance varies, hence the factor of 3.
-    reach = 3 * np.sqrt(2 * (1 - _SAME) * _DIRECTIONS)
-    tree = cKDTree(sketch[rows])
-    index = tree.query(sketch[rows], k=2, distance_upper_bound=reach)[1]
-    # Where several are at the same place, a sample need not be its own first neighbour.
-    other = np.where(index[:, 0] == np.arange(len(rows)), index[:, 1], index[:, 0])
-    is_near = other < len(rows)
-    pairs = np.stack([rows[is_near], rows[other[is_near]]], axis=1)
-    return np.unique(np.sort(pairs, axis=1), axis=0)
-
-
 def _cosines(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     left, right = left.astype(np.float64), right.astype(np.float64)
     norms = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
     return np.asarray(np.einsum("sp,sp->s", left, right) / norms)
-
-
-def _groups(pairs: np.ndarray, n: int) -> pd.DataFrame:
-    """Return the connected samples of two or more."""
-    graph = coo_array((np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(n, n))
-    _, label = connected_components(graph, directed=False)
-    sample = np.flatnonzero(np.bincount(label)[label] > 1)
-    group = pd.factorize(label[sample])[0]
-    table = pd.DataFrame({"group": group.astype(np.int64), "sample": sample})
-    return table.sort_values(["group", "sample"], ignore_index=True)

@@ -95,7 +95,16 @@ def group_effects(
     # 2. Their unit, and errors, by checkpoints that were left out.
     output = targets.output.transpose(SAMPLE, CHECKPOINT).data.rechunk(-1)
     margins = str(targets.attrs.get("loss_kind")).endswith("cross-entropy")
-    left = _left_out(operands, solved, output) if effect else None
+    left = None
+    if effect:
+        if (n_targets := len(output)) < _LEAST_TARGETS:
+            raise ValueError(
+                f"expected {_LEAST_TARGETS} or more targets, whose outputs tell the size of "
+                f"effects, got {n_targets}; try all targets at once, and .isel(target=...) of the "
+                "result"
+            )
+        predicted = left_out(operands, solved).rechunk(-1)
+        left = predicted, output, arrays.effects.slope(predicted, output)
     scale = arrays.effects.scale(output, total, left and left[-1], margins=margins)
     value = data * scale
     if measure is not None:
@@ -116,22 +125,6 @@ def group_effects(
         coord = (TARGET,), np.array([measure.name], object)
         labels = (*names, TARGET), coords | {f"{TARGET_PREFIX}{COMBINATION}": coord}
     return labels, {key: x.reshape((*n_groups, x.shape[-1])) for key, x in found.items()}
-
-
-def _left_out(
-    operands: Solver, solved: da.Array, output: da.Array
-) -> tuple[da.Array, da.Array, da.Array]:
-    """Return predictions of left-out checkpoints, their outputs, and the slope between them.
-
-    The first two are (target, checkpoint).
-    """
-    if (n := len(output)) < _LEAST_TARGETS:
-        raise ValueError(
-            f"expected {_LEAST_TARGETS} or more targets, whose outputs tell the size of effects, "
-            f"got {n}; try all targets at once, and .isel(target=...) of the result"
-        )
-    predicted = left_out(operands, solved).rechunk(-1)
-    return predicted, output, arrays.effects.slope(predicted, output)
 
 
 def _parts(

@@ -12,7 +12,7 @@ import xarray as xr
 from trakdask import arrays
 from trakdask.arrays.graphs import plain
 from trakdask.arrays.memory import Sizes
-from trakdask.attribution.gauss_newton import Trak
+from trakdask.attribution.estimators import Trak
 from trakdask.attribution.protocol import GIVEN, GramEstimator
 from trakdask.execution import require_memory
 from trakdask.provenance import as_text
@@ -75,8 +75,30 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
     ('proj_dim', 'proj_dim_1', 'checkpoint')
     """
     validate(features, ["feature"], what="features")
-    features = lazy_features(features)
-    h = None if weights is None else _checked_weights(features, weights)
+    features, h = lazy_features(features), None
+    # 1. h that was passed, aligned by labels where both sides have them, in the features' chunks.
+    if weights is not None:
+        shape = {dim: features.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
+        if isinstance(weights, xr.DataArray) and set(weights.dims) <= set(shape):
+            weights = aligned(weights, features, what="weights")
+        sizes = dict(weights.sizes) if isinstance(weights, xr.DataArray) else type(weights).__name__
+        if sizes not in ({SAMPLE: shape[SAMPLE]}, shape) or weights.dtype.kind not in "fiub":
+            raise ValueError(
+                f"expected weights as a DataArray of numbers, {shape} with or without checkpoint, "
+                f"got {sizes} of {getattr(weights, 'dtype', 'objects')}; try xr.DataArray(h, "
+                "dims='sample')"
+            )
+        if weights.chunks is None:
+            bad = np.argwhere(~(np.isfinite(weights.values) & (weights.values >= 0)))
+            if len(bad):
+                where = dict(zip(weights.dims, bad[0].tolist(), strict=True))
+                raise ValueError(
+                    "expected finite weights >= 0, since the gram matrix must stay positive, got "
+                    f"{weights.values[tuple(bad[0])]} at {where}; try weights.clip(min=0).fillna(0)"
+                )
+        chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
+        h = plain(weights.variable.set_dims(shape).chunk(chunks).data)
+    # 2. The matrix, and what it says of itself.
     variable, coords = VARIABLES[GRAM], {CHECKPOINT: features[CHECKPOINT]}
     attrs = variable.attrs | as_text(Trak().attrs(features))
     if weights is not None:
@@ -84,32 +106,6 @@ def gram(features: xr.Dataset, *, weights: xr.DataArray | None = None) -> xr.Dat
     require_gram(Sizes.of(features.feature.data))
     data = arrays.gram.gram(features.feature.data, h)
     return xr.DataArray(data, coords, variable.dims, GRAM, attrs)
-
-
-def _checked_weights(features: xr.Dataset, weights: xr.DataArray) -> da.Array:
-    """Return h that was passed, (sample, checkpoint), in the chunks of the features.
-
-    It is aligned by labels where both sides have them: see :func:`trakdask.variables.aligned`.
-    """
-    shape = {dim: features.sizes[dim] for dim in (SAMPLE, CHECKPOINT)}
-    if isinstance(weights, xr.DataArray) and set(weights.dims) <= set(shape):
-        weights = aligned(weights, features, what="weights")
-    sizes = dict(weights.sizes) if isinstance(weights, xr.DataArray) else type(weights).__name__
-    if sizes not in ({SAMPLE: shape[SAMPLE]}, shape) or weights.dtype.kind not in "fiub":
-        raise ValueError(
-            f"expected weights as a DataArray of numbers, {shape} with or without checkpoint, got "
-            f"{sizes} of {getattr(weights, 'dtype', 'objects')}; try xr.DataArray(h, dims='sample')"
-        )
-    if weights.chunks is None:
-        bad = np.argwhere(~(np.isfinite(weights.values) & (weights.values >= 0)))
-        if len(bad):
-            where = dict(zip(weights.dims, bad[0].tolist(), strict=True))
-            raise ValueError(
-                "expected finite weights >= 0, since the gram matrix must stay positive, got "
-                f"{weights.values[tuple(bad[0])]} at {where}; try weights.clip(min=0).fillna(0)"
-            )
-    chunks = {dim: features.feature.variable.chunksizes[dim] for dim in shape}
-    return plain(weights.variable.set_dims(shape).chunk(chunks).data)
 
 
 class Sums(NamedTuple):
@@ -137,7 +133,7 @@ class Sums(NamedTuple):
     @property
     def unit(self) -> da.Array:
         """tr(K_c)/n, (checkpoint,), which λ is relative to."""
-        return arrays.gram.mean_trace(self.gram, self.n_samples, self.labels)
+        return arrays.gram.traces(self.gram, self.labels)[0] / self.n_samples
 
     def inverse(self, damping: da.Array) -> da.Array:
         """Return (K_c + λ_c I)⁻¹, (checkpoint,), for :func:`trakdask.arrays.solve.solve`."""

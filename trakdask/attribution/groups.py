@@ -111,8 +111,15 @@ def combine(
     output: da.Array | None = None
     matrix: sparse.csr_array | da.Array
     if metric is not None:
-        title, (names, matrix, output) = COMBINATION, _measured(lazy, metric)
-        combined = f"metric {names[0]}"
+        measure, outputs = measure_of(metric, lazy), lazy.output.data.T.rechunk(-1)
+        outputs += 0 * outputs.sum(0)  # a target that failed at one checkpoint has no score
+        output = measure.values(outputs).astype(lazy.output.dtype)[None].rechunk((1, 1))
+        title, names, matrix = (
+            COMBINATION,
+            np.array([measure.name], object),
+            measure.weights(outputs),
+        )
+        combined = f"metric {measure.name}"
     elif by is not None:
         title, names, matrix = _grouped(targets, by, how)
         combined = f"{how} by {by}"
@@ -133,14 +140,6 @@ def combine(
     )
 
 
-def _measured(targets: xr.Dataset, metric: MetricLike) -> tuple[np.ndarray, da.Array, da.Array]:
-    """Return the name of a metric, the weights of targets in it, and the metric of outputs."""
-    measure, outputs = measure_of(metric, targets), targets.output.data.T.rechunk(-1)
-    outputs += 0 * outputs.sum(0)  # a target that failed at one checkpoint has no score
-    output = measure.values(outputs).astype(targets.output.dtype)[None].rechunk((1, 1))
-    return np.array([measure.name], object), measure.weights(outputs), output
-
-
 def _grouped(targets: xr.Dataset, by: str, how: str) -> tuple[str, np.ndarray, sparse.csr_array]:
     require_choice("how", how, ["mean", "sum"], remedy="try how='mean'")
     require_group_coord(by, coords_along(targets, SAMPLE))
@@ -157,6 +156,7 @@ def _grouped(targets: xr.Dataset, by: str, how: str) -> tuple[str, np.ndarray, s
 
 
 def _weighted(targets: xr.Dataset, weights: Any) -> tuple[str, np.ndarray, sparse.csr_array]:
+    # 1. The names and the weights of the combinations.
     n = targets.sizes[SAMPLE]
     rows: Iterable[Any]
     if isinstance(weights, Mapping) and weights:
@@ -172,28 +172,24 @@ def _weighted(targets: xr.Dataset, weights: Any) -> tuple[str, np.ndarray, spars
             f"sample) of {n} targets, got {shown(weights)}; try weights={{'first - second': {{0: 1,"
             " 1: -1}}"
         )
-    dense = [_row(targets, name, row) for name, row in zip(names, rows, strict=True)]
+    # 2. The weight of each target in each combination.
+    dense = []
+    for name, given in zip(names, rows, strict=True):
+        if isinstance(given, Mapping):
+            row, what = np.zeros(n), f"the position of each target in {name!r}"
+            for position, weight in given.items():
+                row[require_integer(what, position, 0, n, remedy="try {0: 1, 1: -1}")] = weight
+        else:
+            values = data_in_order(given, targets, SAMPLE, what=f"weights of {name!r}")
+            row = np.asarray(values, np.float64)
+        if row.shape != (n,) or not np.isfinite(row).all() or not row.any():
+            raise ValueError(
+                f"expected finite weights of {n} targets in {name!r}, not all of them 0, got "
+                f"{shown(row.tolist())} of shape {row.shape}; try a mapping from positions to "
+                "weights, such as {0: 1, 1: -1}"
+            )
+        dense.append(row)
     return title, names, sparse.csr_array(np.stack(dense))
-
-
-def _row(targets: xr.Dataset, name: str, weights: Any) -> np.ndarray:
-    """Return the weight of each target in one combination."""
-    n = targets.sizes[SAMPLE]
-    if isinstance(weights, Mapping):
-        row = np.zeros(n)
-        for position, weight in weights.items():
-            what = f"the position of each target in {name!r}"
-            row[require_integer(what, position, 0, n, remedy="try {0: 1, 1: -1}")] = weight
-    else:
-        values = data_in_order(weights, targets, SAMPLE, what=f"weights of {name!r}")
-        row = np.asarray(values, np.float64)
-    if row.shape != (n,) or not np.isfinite(row).all() or not row.any():
-        raise ValueError(
-            f"expected finite weights of {n} targets in {name!r}, not all of them 0, got "
-            f"{shown(row.tolist())} of shape {row.shape}; try a mapping from positions to weights, "
-            "such as {0: 1, 1: -1}"
-        )
-    return row
 
 
 def require_group_coord(

@@ -79,9 +79,27 @@ def labels_of_groups(
         If the samples have no such coord, the targets have one of that name, or combinations are
         too many; if an array has other dimensions, or is not finite.
     """
-    if isinstance(by, xr.DataArray):
-        return _labels_of_parts(samples, targets, by)
     dims, coords = _labels_of_targets(targets)
+    # 1. Parts of samples in groups.
+    if isinstance(by, xr.DataArray):
+        if by.ndim == 1:
+            raise ValueError(
+                f"expected by as parts of samples in groups, (sample, group), got labels {by.dims};"
+                " try features.assign_coords(group=('sample', labels)), and by='group'"
+            )
+        is_parts = by.ndim == 2 and SAMPLE in by.dims and by.dtype.kind in "biuf"
+        if not is_parts or not np.isfinite(by.values).all():
+            raise ValueError(
+                f"expected by as finite parts of samples in groups, (sample, group), got {by.dtype}"
+                f" {by.dims}; try xr.DataArray(parts, {{'author': names}}, ('sample', 'author'))"
+            )
+        by = by.transpose(SAMPLE, ...)
+        name = str(by.dims[1])
+        parts = aligned(by.drop_vars(name, errors="ignore"), samples, what="by")
+        require_new([name], [TARGET, *coords])
+        coords[name] = by[name].variable
+        return ((name, *dims), coords), sparse.csr_array(parts.values), [by.sizes[name]]
+    # 2. Groups by the values of one or several coords.
     names = names_of_groups(coords_along(samples, SAMPLE), by, [TARGET, *coords])
     codes, sizes = np.zeros((), np.int8), []
     for name in names:
@@ -117,29 +135,6 @@ def names_of_groups(
         require_group_coord(name, of_samples, taken)
         taken.append(name)
     return names
-
-
-def _labels_of_parts(
-    samples: xr.Dataset, targets: xr.Dataset, by: xr.DataArray
-) -> tuple[Labels, sparse.csr_array, list[int]]:
-    if by.ndim == 1:
-        raise ValueError(
-            f"expected by as parts of samples in groups, (sample, group), got labels {by.dims}; "
-            "try features.assign_coords(group=('sample', labels)), and by='group'"
-        )
-    is_parts = by.ndim == 2 and SAMPLE in by.dims and by.dtype.kind in "biuf"
-    if not is_parts or not np.isfinite(by.values).all():
-        raise ValueError(
-            f"expected by as finite parts of samples in groups, (sample, group), got {by.dtype} "
-            f"{by.dims}; try xr.DataArray(parts, {{'author': names}}, ('sample', 'author'))"
-        )
-    by = by.transpose(SAMPLE, ...)
-    name = str(by.dims[1])
-    parts = aligned(by.drop_vars(name, errors="ignore"), samples, what="by")
-    dims, coords = _labels_of_targets(targets)
-    require_new([name], [TARGET, *coords])
-    coords[name] = by[name].variable
-    return ((name, *dims), coords), sparse.csr_array(parts.values), [by.sizes[name]]
 
 
 def labels_without_targets(labels: Labels, n_axes: int) -> Labels:

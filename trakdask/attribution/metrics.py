@@ -38,7 +38,7 @@ _COORDS = {"loss": None, "accuracy": None, "worst_group": "group", "gap": "group
 
 _LOSSES: dict[str, Callable[..., Measured]] = {
     "cross-entropy": arrays.metrics.loss,
-    "weighted cross-entropy": arrays.metrics.weighted_loss,
+    "weighted cross-entropy": arrays.metrics.loss,
     "squared error": arrays.metrics.squared_loss,
     "minus output": arrays.metrics.negative,
 }
@@ -187,7 +187,18 @@ def measure_of(metric: MetricLike, targets: xr.Dataset) -> Measure:
     _require_loss(metric, targets, loss)
     if metric != "loss":
         return Measure(metric, getattr(arrays.metrics, metric), _column(metric, along), None, at)
-    return Measure(metric, _LOSSES[str(loss)], (), _truth(targets, loss), at)
+    # What a loss needs to know of each target beside its output, (target,).
+    truth: da.Array | None = None
+    if loss in ("squared error", "weighted cross-entropy"):
+        validate(targets, ["out_to_loss"], what="targets")
+        lazy = lazy_features(targets)
+        known = (lazy.output + lazy.out_to_loss).mean(CHECKPOINT)
+        if loss != "squared error":
+            # Q is the weight times 1 - p. Sums are exact also where p is 1 at some checkpoint.
+            total = (1 / (1 + np.exp(lazy.output.astype(np.float64)))).sum(CHECKPOINT)
+            known = lazy.out_to_loss.sum(CHECKPOINT) / total.where(total > 0)
+        truth = known.data.rechunk(-1)
+    return Measure(metric, _LOSSES[str(loss)], (), truth, at)
 
 
 def _require_loss(metric: str, targets: xr.Dataset, loss: str | None) -> None:
@@ -211,21 +222,6 @@ def _require_loss(metric: str, targets: xr.Dataset, loss: str | None) -> None:
             f"expected a task whose outputs are margins for metric={metric!r}, got {task}, whose "
             f"loss_kind is {loss!r}; try {remedy}metric=lambda outputs, coords: outputs.mean()"
         )
-
-
-def _truth(targets: xr.Dataset, loss: str | None) -> da.Array | None:
-    """Return what a loss needs to know of each target beside its output, (target,)."""
-    if loss not in ("squared error", "weighted cross-entropy"):
-        return None
-    validate(targets, ["out_to_loss"], what="targets")
-    lazy = lazy_features(targets)
-    if loss == "squared error":
-        known = (lazy.output + lazy.out_to_loss).mean(CHECKPOINT)
-    else:  # Q is the weight times 1 - p. Sums are exact also where p is 1 at some checkpoint.
-        doubt = 1 / (1 + np.exp(lazy.output.astype(np.float64)))
-        total = doubt.sum(CHECKPOINT)
-        known = lazy.out_to_loss.sum(CHECKPOINT) / total.where(total > 0)
-    return known.data.rechunk(-1)
 
 
 def _column(metric: str, along: dict[Hashable, xr.Variable]) -> tuple[np.ndarray, ...]:

@@ -79,10 +79,6 @@ class Solver:
         """Return the weight of each sample, (sample, checkpoint)."""
         return self.estimator.weight(of, self.inverse)
 
-    def fold_weights(self, of: xr.Dataset) -> da.Array:
-        """Return the factor of each sample where a checkpoint is left out, (sample, fold)."""
-        return self.estimator.fold_weights(of, self.inverse)
-
     def sums(
         self, of: xr.Dataset, members: np.ndarray | sparse.csr_array, n_groups: int
     ) -> da.Array:

@@ -16,8 +16,8 @@ from trakdask import arrays
 from trakdask.arrays.blocks import Read
 from trakdask.arrays.graphs import plain, reader
 from trakdask.arrays.topk import TileMask
+from trakdask.attribution.conditions import columns_along, mask_of
 from trakdask.attribution.groups import group_codes, require_group_coord
-from trakdask.attribution.masks import columns_along, mask_of
 from trakdask.checks import nearest, require_choice, require_flags, require_integer, require_number
 from trakdask.execution import require_memory
 from trakdask.variables import N_SAMPLES, RANK, SAMPLE, TARGET, VARIABLES, coords_along, require_new

@@ -184,8 +184,7 @@ def score(
     """
     require_flags(average=average)
     if level is not None or q is not None:
-        _require_average(average)
-        return bounded(features, targets, estimator, level=level, q=q)
+        return bounded(features, targets, estimator, level=level, q=q, average=average)
     training, explained = operands_of(features, targets)
     labels = labels_of_scores(training, explained)
     operands = solver(training, resolve(training, estimator))
@@ -502,8 +501,7 @@ def self_influence(
     """
     require_flags(average=average)
     if level is not None or q is not None:
-        _require_average(average)
-        return bounded(features, None, estimator, level=level, q=q)
+        return bounded(features, None, estimator, level=level, q=q, average=average)
     features, operands, forms = self_influence_forms(features, estimator)
     g = operands.estimator.g(operands.features)
     data = arrays.weights.self_influence(forms, g, average=average)
@@ -511,11 +509,3 @@ def self_influence(
     labels = (SAMPLE,), coords_along(features, SAMPLE)
     checkpoint = None if average else features[CHECKPOINT]
     return labelled(variable.name, labels, data, variable.attrs, checkpoint)
-
-
-def _require_average(average: bool) -> None:
-    if not average:
-        raise ValueError(
-            "expected average=True with level= or q=, since intervals are of means over "
-            "checkpoints, got average=False; try leaving out either"
-        )

@@ -9,7 +9,6 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import xarray as xr
-from scipy import sparse
 
 from trakdask import arrays
 from trakdask.attribution.estimators import EstimatorLike, resolve
@@ -22,7 +21,6 @@ from trakdask.attribution.labels import (
     score_attrs,
 )
 from trakdask.attribution.operands import (
-    Solver,
     operands_of,
     require_sums,
     require_tiles,
@@ -49,22 +47,40 @@ def bounded(
     *,
     level: float | None,
     q: float | None,
+    average: bool = True,
 ) -> xr.Dataset:
     """Return scores, or the self-influence, with intervals; see :func:`score`."""
-    quantile = _quantile(features, level, by)
+    from scipy.special import stdtrit  # the cost of importing
+
+    # 1. The options, and the distance of the bounds in standard errors.
+    if not average:
+        raise ValueError(
+            "expected average=True with level= or q=, since intervals are of means over "
+            "checkpoints, got average=False; try leaving out either"
+        )
+    level = require_number("level", level, low=0, high=1, remedy="try level=0.9")
+    validate(features, ["feature", "out_to_loss"], what="features")
+    if by is not None and not isinstance(by, xr.DataArray):
+        names_of_groups(coords_along(features, SAMPLE), by)
+    if (n := features.sizes[CHECKPOINT]) < LEAST_FOLDS:
+        raise ValueError(
+            f"expected {LEAST_FOLDS} or more checkpoints for intervals, which follow from how much "
+            f"these differ, got {n}; try training more with other seeds, or td.score(features, "
+            "targets, average=False) to see the score of each"
+        )
+    quantile = float(stdtrit(n - 1, (1 + level) / 2))
+    # 2. Scores and bounds, and which of them are significant.
     if q is not None:
         q = require_number("q", q, low=0, high=1, remedy="try q=0.1")
     labels, tiles, attrs = estimated(features, targets, estimator, by)
     attrs = {**attrs, "level": level}
     parts = arrays.jackknife.interval(tiles, quantile)
     if q is not None:
-        from scipy.special import stdtrit  # the cost of importing
-
         # Under another name, since the scores would else wait in memory until all are counted.
         _, counted, _ = estimated(features, targets, estimator, by, name="counted-score")
         columns = counted[:, None] if targets is None else counted.reshape(-1, counted.shape[-1])
         *_, ratio = arrays.jackknife.interval(columns, 0)
-        edges = -stdtrit(features.sizes[CHECKPOINT] - 1, arrays.jackknife.LEVELS / 2)
+        edges = -stdtrit(n - 1, arrays.jackknife.LEVELS / 2)
         least = arrays.jackknife.least_significant(ratio, edges, q)
         parts = tuple(da.where(abs(parts[-1]) >= least, part, np.nan) for part in parts)
         attrs["false_discovery_rate"] = q
@@ -102,30 +118,16 @@ def estimated(
         labels, members, n_groups = labels_of_groups(training, explained, by)
     operands = solver(training, resolve(training, estimator))
     attrs = score_attrs(training, targets, operands.attrs)
+    x, solved = operands.features.feature.data, operands.vectors(explained)
+    weight, pooled = operands.weight(operands.features), operands.estimator.pooled
+    without = operands.estimator.fold_weights(operands.features, operands.inverse)
+    # 1. Scores of single samples.
     if by is None:
-        of, solved = operands.features, operands.vectors(explained)
-        require_tiles(of.feature.data, solved, errors=True)
-        tiles = arrays.score.score(
-            of.feature.data, solved, operands.weight(of),
-            folds=operands.fold_weights(of), pooled=operands.estimator.pooled, name=name,
-        )  # fmt: skip
+        require_tiles(x, solved, errors=True)
+        tiles = arrays.score.score(x, solved, weight, folds=without, pooled=pooled, name=name)
         return labels, tiles, attrs
-    tiles = _of_groups(operands, members, math.prod(n_groups), operands.vectors(explained))
-    if len(n_groups) > 1:
-        tiles = tiles.reshape((*n_groups, tiles.shape[1]))
-    return labels, tiles, attrs
-
-
-def _of_groups(
-    operands: Solver,
-    members: np.ndarray | sparse.csr_array,
-    n_groups: int,
-    solved: da.Array,
-) -> da.Array:
-    """Return the scores of groups with their errors, (group, target)."""
-    of = operands.features
-    weight, without = operands.weight(of), operands.fold_weights(of)
-    if operands.estimator.pooled:
+    # 2. Sums by group, with the weights without each checkpoint, and with all of them as the last.
+    if pooled:
         all_of_them = arrays.weights.pooled(weight)[:, None]
         weights = da.concatenate([without, all_of_them], axis=1)
     else:
@@ -133,23 +135,10 @@ def _of_groups(
         weights = folds[:, :, None] * weight[:, None, :]
     # A sample that failed at a checkpoint has a weight without it, but none with all of them.
     weights += 0 * weights.sum(axis=1, keepdims=True)
-    require_sums(of.feature.data, n_groups, weights.shape[1])
-    sums = arrays.groups.weighted_sums(of.feature.data, weights, members, n_groups)
-    return arrays.jackknife.member_score(sums, solved)
-
-
-def _quantile(features: xr.Dataset, level: float | None, by: By | None) -> float:
-    """Return the distance of the bounds in standard errors."""
-    from scipy.special import stdtrit  # the cost of importing
-
-    level = require_number("level", level, low=0, high=1, remedy="try level=0.9")
-    validate(features, ["feature", "out_to_loss"], what="features")
-    if by is not None and not isinstance(by, xr.DataArray):
-        names_of_groups(coords_along(features, SAMPLE), by)
-    if (n := features.sizes[CHECKPOINT]) < LEAST_FOLDS:
-        raise ValueError(
-            f"expected {LEAST_FOLDS} or more checkpoints for intervals, which follow from how much "
-            f"these differ, got {n}; try training more with other seeds, or td.score(features, "
-            "targets, average=False) to see the score of each"
-        )
-    return float(stdtrit(n - 1, (1 + level) / 2))
+    n = math.prod(n_groups)
+    require_sums(x, n, weights.shape[1])
+    sums = arrays.groups.weighted_sums(x, weights, members, n)
+    tiles = arrays.jackknife.member_score(sums, solved)
+    if len(n_groups) > 1:
+        tiles = tiles.reshape((*n_groups, tiles.shape[1]))
+    return labels, tiles, attrs

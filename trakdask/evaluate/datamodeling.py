@@ -86,8 +86,16 @@ def subsets(
             f"{repr(near) if near else 'one label per sample'}"
         )
     by = coords[by].values if isinstance(by, str) else by
-    groups = None if by is None else _groups(data_in_order(by, labelled, SAMPLE, what="by"), n)
-    n_drawn = n if groups is None else int(groups.max()) + 1
+    groups, n_drawn = None, n
+    if by is not None:  # the number of each sample's label
+        labels = np.asarray(data_in_order(by, labelled, SAMPLE, what="by"))
+        groups = np.asarray(pd.factorize(labels)[0], np.int64)
+        if groups.shape != (n,) or (groups < 0).any():
+            raise ValueError(
+                f"expected a label for each of the {n} samples in by, got {len(groups)}, and "
+                f"{(groups < 0).sum()} are missing; try labels.fillna('none')"
+            )
+        n_drawn = int(groups.max()) + 1
     size = round(fraction * n_drawn)
     if not 0 < size < n_drawn:
         raise ValueError(
@@ -295,14 +303,3 @@ def _size_and_coords(samples: int | xr.Dataset | xr.DataArray) -> tuple[int, dic
     if isinstance(samples, (xr.Dataset, xr.DataArray)):
         return samples.sizes[SAMPLE], dict(coords_along(samples, SAMPLE))
     return require_integer("samples", samples, 1, remedy="try the samples or their number"), {}
-
-
-def _groups(by: object, n: int) -> np.ndarray:
-    """Return the number of each sample's label."""
-    codes = np.asarray(pd.factorize(np.asarray(by))[0], np.int64)
-    if codes.shape != (n,) or (codes < 0).any():
-        raise ValueError(
-            f"expected a label for each of the {n} samples in by, got {len(codes)}, and "
-            f"{(codes < 0).sum()} are missing; try labels.fillna('none')"
-        )
-    return codes

@@ -85,7 +85,15 @@ def mislabelled_curve(
     >>> curve.found.values.tolist(), float(curve.area), float(curve.auc)
     ([0.5, 1.0], 0.75, 1.0)
     """
-    values, wrong = _checked(values, is_mislabelled)
+    values = require_real(as_array(values, SAMPLE))
+    wrong = np.asarray(data_in_order(is_mislabelled, values, SAMPLE, what="is_mislabelled"))
+    n = values.sizes[SAMPLE]
+    if wrong.dtype != bool or wrong.shape != (n,) or wrong.all() or not wrong.any():
+        raise ValueError(
+            f"expected is_mislabelled to be bool ({n},), with right and wrong labels, got "
+            f"{wrong.dtype} {wrong.shape} with {np.count_nonzero(wrong)} wrong ones; try "
+            "is_mislabelled=(given_label != true_label)"
+        )
     confidence = require_fraction("confidence", confidence)
     shares = require_fractions(fractions)
     more = values.dims[1:]
@@ -105,54 +113,39 @@ def mislabelled_curve(
     )  # fmt: skip
 
 
-def _checked(
-    values: xr.DataArray | Mapping[str, xr.DataArray], is_mislabelled: object
-) -> tuple[xr.DataArray, np.ndarray]:
-    values = require_real(as_array(values, SAMPLE))
-    wrong = np.asarray(data_in_order(is_mislabelled, values, SAMPLE, what="is_mislabelled"))
-    n = values.sizes[SAMPLE]
-    if wrong.dtype != bool or wrong.shape != (n,) or wrong.all() or not wrong.any():
-        raise ValueError(
-            f"expected is_mislabelled to be bool ({n},), with right and wrong labels, got "
-            f"{wrong.dtype} {wrong.shape} with {np.count_nonzero(wrong)} wrong ones; try "
-            "is_mislabelled=(given_label != true_label)"
-        )
-    return values, wrong
-
-
-def _auc(values: np.ndarray, wrong: np.ndarray, confidence: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the area under the ROC curve of every entry, (...), and its interval, (bound, ...)."""
-    more, columns = values.shape[1:], values.reshape(len(values), -1).T
-    if (unknown := np.isnan(columns).any(axis=0)).any():
-        raise ValueError(
-            f"expected values without NaN, got NaN in {int(unknown.sum())} of {len(wrong)} "
-            f"samples, the first at sample {int(np.argmax(unknown))}; try values.dropna('sample')"
-        )
-    results = [arrays.detection.roc_auc(column, wrong, confidence) for column in columns]
-    areas, bounds = zip(*results, strict=True)
-    return np.array(areas).reshape(more), np.stack(bounds, axis=1).reshape(2, *more)
-
-
 def _found_curve(
     values: np.ndarray, wrong: np.ndarray, shares: list[float], confidence: float
 ) -> dict[str, np.ndarray]:
-    auc, auc_interval = _auc(values, wrong, confidence)
+    from scipy.stats import hypergeom  # takes a second to import, and only evaluation needs it
+
     n, n_wrong, more = len(wrong), int(wrong.sum()), values.shape[1:]
-    inspected = np.array(shares) * n
     columns = values.reshape(n, -1).T
+    if (unknown := np.isnan(columns).any(axis=0)).any():
+        raise ValueError(
+            f"expected values without NaN, got NaN in {int(unknown.sum())} of {n} "
+            f"samples, the first at sample {int(np.argmax(unknown))}; try values.dropna('sample')"
+        )
+    # 1. The area under the ROC curve of every entry, (...), and its interval, (bound, ...).
+    results = [arrays.evaluation.roc_auc(column, wrong, confidence) for column in columns]
+    areas, bounds = zip(*results, strict=True)
+    auc, auc_interval = np.array(areas).reshape(more), np.stack(bounds, 1).reshape(2, *more)
+    # 2. The curve, and where a random order has it.
+    inspected = np.array(shares) * n
+    quantiles = np.array([[(1 - confidence) / 2], [(1 + confidence) / 2]])
+    drawn = hypergeom.ppf(quantiles, n, n_wrong, np.round(inspected))
     found = np.stack([_found(column, wrong, inspected) for column in columns], axis=1) / n_wrong
     found = found.reshape(-1, *more)
-    # The area counts pairs of a wrong label and any sample. The AUC counts the pairs of a wrong and
-    # a right label; of two wrong labels either may come first, which is ½.
+    # 3. The area counts pairs of a wrong label and any sample. The AUC counts the pairs of a wrong
+    #    and a right label; of two wrong labels either may come first, which is ½.
     of_wrong = n_wrong / n / 2
     return {
         "found": found,
-        "interval": arrays.detection.proportion_interval(found, n_wrong, confidence),
+        "interval": arrays.evaluation.proportion_interval(found, n_wrong, confidence),
         "auc": auc,
         "auc_interval": auc_interval,
         "area": of_wrong + (1 - n_wrong / n) * auc,
         "area_interval": of_wrong + (1 - n_wrong / n) * auc_interval,
-        "random_interval": _random_interval(inspected, n, n_wrong, confidence),
+        "random_interval": drawn / n_wrong,
         "best": np.minimum(inspected / n_wrong, 1),
     }
 
@@ -164,11 +157,3 @@ def _found(values: np.ndarray, wrong: np.ndarray, inspected: np.ndarray) -> np.n
     last_of_equal = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True))
     hits = np.cumsum(wrong[order])[last_of_equal]
     return np.asarray(np.interp(inspected, [0, *(last_of_equal + 1)], [0, *hits]))
-
-
-def _random_interval(inspected: np.ndarray, n: int, n_wrong: int, confidence: float) -> np.ndarray:
-    from scipy.stats import hypergeom  # takes a second to import, and only evaluation needs it
-
-    quantiles = np.array([[(1 - confidence) / 2], [(1 + confidence) / 2]])
-    drawn = hypergeom.ppf(quantiles, n, n_wrong, np.round(inspected))
-    return np.asarray(drawn / n_wrong)

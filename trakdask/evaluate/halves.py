@@ -139,18 +139,16 @@ def train_on_halves(
     missing = [i for i, name in enumerate(names) if f"{name}.pt" not in models.names()]
     function = dask.delayed(train_fn, traverse=False)
     train = dask.delayed(functools.partial(_train, models))
+    hashes = (hashlib.sha256(f"{seed}-{i}".encode()).hexdigest()[:8] for i in missing)
     tasks = [
-        train(function, np.flatnonzero(masks[i]), i, _seed_of(seed, i), pure=False) for i in missing
+        train(function, np.flatnonzero(masks[i]), i, int(digits, 16) >> 1, pure=False)
+        for i, digits in zip(missing, hashes, strict=True)
     ]
     with bar_of(models, models.name, {f"{name}.pt" for name in names}, bool(missing) and progress):
         dask.compute(*tasks)
     known = xr.DataArray(masks, dims=(CHECKPOINT, SAMPLE), coords={CHECKPOINT: names})
     paths = {name: f"{models.url}/{name}.pt" for name in names}
     return paths, samples.assign_coords({TRAINED_ON: known})
-
-
-def _seed_of(seed: int, i: int) -> int:
-    return int(hashlib.sha256(f"{seed}-{i}".encode()).hexdigest()[:8], 16) >> 1
 
 
 def _train(models: Folder, train_fn: Any, positions: NDArray[np.int64], i: int, seed: int) -> None:

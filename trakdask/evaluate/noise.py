@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import xarray as xr
 
-from trakdask.arrays.agreement import mean_agreement
+from trakdask.arrays.evaluation import mean_agreement
 from trakdask.attribution.estimators import EstimatorLike
 from trakdask.attribution.scores import score
 from trakdask.checks import require_integer

@@ -154,27 +154,44 @@ def train_models(
             f"expected train_fn as a function of positions and a seed, got {shown(train_fn)}; try "
             "the function, not its result"
         )
-    numbers = _seed_numbers(seeds)
-    if store is None:
-        return _lazy_outputs(train_fn, masks, numbers, n_targets, None)
-    spec = {"tag": tag or _tag(train_fn), "samples": masks.shape[1], "targets": n_targets}
-    # A file is named after the mask and the seed of its model, so that calls with more subsets or
-    # seeds, and other experiments with the same train_fn, share a store and train no model twice.
-    folder = Folder(location(store))
-    if stored_spec(folder, _SPEC, spec) is None:
-        if folder.names():
-            raise FileExistsError(
-                f"expected a new path, or a store of retrained models, got {folder.url!r}, which "
-                "contains something else; try another path"
+    numbers, models = _seed_numbers(seeds), None
+    # 1. The store, if there is one, is of these models. A file is named after the mask and the seed
+    #    of its model, so that calls with more subsets or seeds, and other experiments with the same
+    #    train_fn, share a store and train no model twice.
+    if store is not None:
+        name = tag or getattr(train_fn, "__qualname__", None)
+        if name is None or (not tag and "<lambda>" in name):
+            raise ValueError(
+                f"expected train_fn with a name that identifies it in the store, got "
+                f"{shown(train_fn)}; try tag='resnet, 20 epochs'"
             )
-        folder.write(_SPEC, json.dumps(spec).encode())
-    models = folder / "models"
-    # All masks are made twice, as names of files and for training: kept, they may fill the memory.
+        spec = {"tag": name, "samples": masks.shape[1], "targets": n_targets}
+        folder = Folder(location(store))
+        if stored_spec(folder, _SPEC, spec) is None:
+            if folder.names():
+                raise FileExistsError(
+                    f"expected a new path, or a store of retrained models, got {folder.url!r}, "
+                    "which contains something else; try another path"
+                )
+            folder.write(_SPEC, json.dumps(spec).encode())
+        models = folder / "models"
+    # 2. One task for each mask and seed; each worker receives the function once.
+    token = tokenize(train_fn, masks.name, numbers, n_targets, models)
+    data = da.blockwise(
+        functools.partial(_train_block, n_targets, models), "mst",
+        masks.rechunk((1, -1)), "mn", da.arange(len(masks), chunks=1), "m",
+        da.from_array(numbers, chunks=1, name=f"seed-{token}"), "s",
+        new_axes={"t": n_targets}, name=f"train-{token}", concatenate=True, align_arrays=False,
+        dtype=np.float64, meta=np.empty((0, 0, 0)),
+        train_fn=dask.delayed(train_fn, name=f"train-fn-{token}", traverse=False),
+    )  # fmt: skip
+    if models is None:
+        return data
+    # 3. With a store they are trained now. All masks are made twice, as names of files and for
+    #    training: kept, they may fill the memory.
     rows = masks.rechunk({1: -1}).to_delayed().ravel()
     (keys,) = dask.compute([dask.delayed(_files)(block, numbers) for block in rows])
-    wanted = set().union(*keys)
-    data = _lazy_outputs(train_fn, masks, numbers, n_targets, models)
-    with bar_of(models, folder.name, wanted, progress):
+    with bar_of(models, folder.name, set().union(*keys), progress):
         (outputs,) = dask.compute(data)
     return np.asarray(outputs)
 
@@ -241,35 +258,6 @@ def _files(masks: NDArray[np.bool_], seeds: NDArray[np.int64]) -> set[str]:
     return {f"{model_key(mask, seed)}.npy" for mask in masks for seed in seeds.tolist()}
 
 
-def _tag(train_fn: Callable[..., ArrayLike]) -> str:
-    name: str | None = getattr(train_fn, "__qualname__", None)
-    if name is None or "<lambda>" in name:
-        raise ValueError(
-            f"expected train_fn with a name that identifies it in the store, got "
-            f"{shown(train_fn)}; try tag='resnet, 20 epochs'"
-        )
-    return name
-
-
-def _lazy_outputs(
-    train_fn: Callable[..., ArrayLike],
-    masks: da.Array,
-    seeds: NDArray[np.int64],
-    n_targets: int,
-    models: Folder | None,
-) -> da.Array:
-    """Build the graph: one task per (mask, seed); each worker receives the function once."""
-    token = tokenize(train_fn, masks.name, seeds, n_targets, models)
-    function = dask.delayed(train_fn, name=f"train-fn-{token}", traverse=False)
-    return da.blockwise(
-        functools.partial(_train_block, n_targets, models), "mst",
-        masks.rechunk((1, -1)), "mn", da.arange(len(masks), chunks=1), "m",
-        da.from_array(seeds, chunks=1, name=f"seed-{token}"), "s",
-        new_axes={"t": n_targets}, name=f"train-{token}", concatenate=True, align_arrays=False,
-        dtype=np.float64, meta=np.empty((0, 0, 0)), train_fn=function,
-    )  # fmt: skip
-
-
 def _train_block(
     n_targets: int,
     models: Folder | None,
@@ -282,43 +270,38 @@ def _train_block(
     """Read the outputs of one model, or train it and store them."""
     (mask,), seed = masks, int(seeds[0])
     key = model_key(mask, seed)
-    outputs = None if models is None else _stored(models, f"{key}.npy")
-    if outputs is None:
-        what = f"subset {subsets[0]} ({mask.sum()} of {len(mask)} samples) with seed {seed}"
-        function = functools.partial(_outputs, train_fn, n_targets)
-        outputs = trained_alone(function, np.flatnonzero(mask), int(key[:8], 16) >> 1, what)
-        if models is not None:
-            with models.writing(f"{key}.npy") as file:
-                np.save(file, outputs)
+    name = f"{key}.npy"
+    if models is not None:
+        try:
+            return np.load(io.BytesIO(models.read(name)))[None, None]
+        except FileNotFoundError:
+            pass  # it has not been trained
+        except (ValueError, EOFError) as err:
+            raise ValueError(f"{models.url}/{name} is damaged ({err}); try deleting it") from err
+
+    def checked(positions: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
+        returned = train_fn(positions, seed)
+        if np.iscomplexobj(returned):
+            raise ValueError(
+                "expected train_fn to return real numbers, got complex ones; try .real"
+            )
+        outputs = np.asarray(returned, np.float64)
+        if outputs.shape != (n_targets,):
+            raise ValueError(
+                f"expected train_fn to return one output per target, ({n_targets},), got an array "
+                f"of shape {outputs.shape}; try returning the outputs of all targets"
+            )
+        if (unknown := np.flatnonzero(np.isnan(outputs))).size:
+            raise ValueError(
+                f"expected train_fn to return numbers, got NaN for {unknown.size} of {n_targets} "
+                f"targets, the first at target {unknown[0]}; try a lower learning rate if training "
+                "diverged"
+            )
+        return outputs
+
+    what = f"subset {subsets[0]} ({mask.sum()} of {len(mask)} samples) with seed {seed}"
+    outputs = trained_alone(checked, np.flatnonzero(mask), int(key[:8], 16) >> 1, what)
+    if models is not None:
+        with models.writing(name) as file:
+            np.save(file, outputs)
     return outputs[None, None]
-
-
-def _stored(models: Folder, file: str) -> NDArray[np.float64] | None:
-    """Read the outputs of a completed model; None if it has not been completed."""
-    try:
-        return np.load(io.BytesIO(models.read(file)))
-    except FileNotFoundError:
-        return None
-    except (ValueError, EOFError) as err:
-        raise ValueError(f"{models.url}/{file} is damaged ({err}); try deleting it") from err
-
-
-def _outputs(
-    train_fn: Callable[..., ArrayLike], n_targets: int, positions: NDArray[np.int64], seed: int
-) -> NDArray[np.float64]:
-    returned = train_fn(positions, seed)
-    if np.iscomplexobj(returned):
-        raise ValueError("expected train_fn to return real numbers, got complex ones; try .real")
-    outputs = np.asarray(returned, np.float64)
-    if outputs.shape != (n_targets,):
-        raise ValueError(
-            f"expected train_fn to return one output per target, ({n_targets},), got an array of "
-            f"shape {outputs.shape}; try returning the outputs of all targets"
-        )
-    if (unknown := np.flatnonzero(np.isnan(outputs))).size:
-        raise ValueError(
-            f"expected train_fn to return numbers, got NaN for {unknown.size} of {n_targets} "
-            f"targets, the first at target {unknown[0]}; try a lower learning rate if training "
-            "diverged"
-        )
-    return outputs

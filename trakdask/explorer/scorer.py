@@ -11,8 +11,7 @@ import xarray as xr
 
 import trakdask as td
 from trakdask import arrays
-from trakdask.attribution.estimators import GradDot, resolve
-from trakdask.attribution.gauss_newton import Trak
+from trakdask.attribution.estimators import GradDot, Trak, resolve
 from trakdask.attribution.grams import with_decomposition
 from trakdask.attribution.operands import solver
 from trakdask.attribution.protocol import LEAST_FOLDS, LOGIT_VARIANCE, Estimator, GramEstimator

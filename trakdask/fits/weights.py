@@ -23,7 +23,7 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from trakdask.arrays.agreement import mean_agreement
+from trakdask.arrays.evaluation import mean_agreement
 from trakdask.arrays.weights import gram_weights
 from trakdask.featurization.block import run_samples, running
 from trakdask.featurization.job import FeaturizeJob

@@ -1,9 +1,8 @@
 """Plots of results; each function takes labelled data and returns a matplotlib Figure."""
 
 from trakdask.plots.bars import intervals, weights
-from trakdask.plots.curves import damping, lds, mislabelled_curve
+from trakdask.plots.curves import cross_validation, damping, lds, mislabelled_curve
 from trakdask.plots.galleries import gallery
-from trakdask.plots.grades import cross_validation
 from trakdask.plots.texts import text
 
 __all__ = [

@@ -166,7 +166,9 @@ def _pictures(
             one = side.isel({TARGET: row, RANK: rank})
             if (position := int(one.position)) < 0:
                 continue  # there are fewer samples than ranks
-            title = _with_score(_text(one[label]), f"{float(one.score):+#.2g}")
+            text, score = _text(one[label]), f"{float(one.score):+#.2g}"
+            fits = len(text) + len(score) + 2 <= _IMAGE_IN * _CHARACTERS_PER_IN
+            title = f"{text}  {score}" if fits else f"{_wrapped(text)}\n{score}"
             yield (row, first + rank), images[position], title, color
 
 
@@ -178,11 +180,6 @@ def _wrapped(text: str, inches: float = _IMAGE_IN) -> str:
     """Return a text in the few short lines that fit above an image."""
     width = int(inches * _CHARACTERS_PER_IN)
     return "\n".join(textwrap.wrap(text, width, max_lines=_LABEL_LINES, placeholder="…"))
-
-
-def _with_score(label: str, score: str) -> str:
-    fits = len(label) + len(score) + 2 <= _IMAGE_IN * _CHARACTERS_PER_IN
-    return f"{label}  {score}" if fits else f"{_wrapped(label)}\n{score}"
 
 
 def grey_limits(colours: Sequence[np.ndarray]) -> tuple[float, float] | None:
@@ -237,33 +234,28 @@ def as_colours(
     >>> as_colours([np.full((3, 1, 1), -1.0), np.ones((3, 1, 1))], None)[0].tolist()
     [[[0.0, 0.0, 0.0]]]
     """
-    arranged = [_channels_last(np.asarray(image)) for image in images]
+    # 1. Channels last, and none of grey images.
+    arranged = []
+    for image in map(np.asarray, images):
+        image = image.astype(np.float32) if image.dtype == bool else image
+        if image.ndim == 3 and image.shape[0] in _CHANNELS:
+            image = np.moveaxis(image, 0, -1)
+        arranged.append(image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image)
     if normalize is not None:
         mean, std = (np.asarray(value, np.float64) for value in normalize)
         return [np.clip(image * std + mean, 0, 1) for image in arranged]
     colours = [image for image in arranged if image.ndim == 3]
     if not colours:
         return arranged
-    low, high = _range(np.concatenate([image[np.isfinite(image)] for image in colours]))
-    return [
-        np.clip((image - low) / (high - low), 0, 1) if image.ndim == 3 else image
-        for image in arranged
-    ]
-
-
-def _channels_last(image: np.ndarray) -> np.ndarray:
-    if image.dtype == bool:
-        image = image.astype(np.float32)
-    if image.ndim == 3 and image.shape[0] in _CHANNELS:
-        image = np.moveaxis(image, 0, -1)
-    return image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image
-
-
-def _range(values: np.ndarray) -> tuple[float, float]:
-    """Return the smallest usual range of colours that includes all values."""
+    # 2. The smallest usual range of colours that includes all values.
+    values = np.concatenate([image[np.isfinite(image)] for image in colours])
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     for usual in ((0.0, 1.0), (-1.0, 1.0), (0.0, 255.0)):
         # Bytes are bytes, however dark.
         if usual[0] <= low and high <= usual[1] and (values.dtype.kind == "f" or usual[1] > 1):
-            return usual
-    return low, high
+            low, high = usual
+            break
+    return [
+        np.clip((image - low) / (high - low), 0, 1) if image.ndim == 3 else image
+        for image in arranged
+    ]

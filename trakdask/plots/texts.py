@@ -16,7 +16,6 @@ from trakdask.plots.figures import GREEN, RED, decimals, new_figure
 from trakdask.variables import TARGET_PREFIX
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -62,10 +61,26 @@ class TextPlot:
     decimals: int
 
     def __repr__(self) -> str:
-        return "\n\n".join(_plain_row(*row, self.decimals) for row in self._rows())
+        rows = []
+        for title, tokens in self._rows():
+            strongest = sorted(tokens, key=lambda token: -abs(token[2]))[:_N_STRONGEST]
+            words = (f"{_visible(x).strip()!r} {y:+.{self.decimals}f}" for x, y, _ in strongest)
+            texts = "".join(_visible(text) for text, *_ in tokens).strip()
+            rows.append(f"{title}\n{texts}\nstrongest: {', '.join(words)}")
+        return "\n\n".join(rows)
 
     def _repr_html_(self) -> str:
-        rows = "".join(_html_row(*row, self.decimals) for row in self._rows())
+        rows = ""
+        for title, tokens in self._rows():
+            spans = "".join(
+                f'<span title="{score:+.{self.decimals}f}" style="background:{_color(strength)}">'
+                f"{escape(_visible(text))}</span>"
+                for text, score, strength in tokens
+            )
+            rows += (
+                f'<div style="margin-top:0.6em"><b>{escape(title)}</b></div>'
+                f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{spans}</div>'
+            )
         return (
             f'<div class="trakdask-html" style="font-family:monospace;line-height:1.6">{rows}'
             '<div style="margin-top:0.6em;opacity:0.7">green helped, red harmed</div></div>'
@@ -83,12 +98,23 @@ class TextPlot:
         n_lines = 1 + max((y for y, *_ in cells), default=0)
         width, height = _COLUMNS * _CELL[0] + 2 * _MARGIN, n_lines * _CELL[1] + 2 * _MARGIN
         figure = new_figure(width, height)
-        x, y = _MARGIN / width, _MARGIN / height
-        ax = figure.add_axes((x, y, 1 - 2 * x, 1 - 2 * y))
+        from matplotlib.patches import Rectangle  # optional dependency, which is there now
+
+        left, low = _MARGIN / width, _MARGIN / height
+        ax = figure.add_axes((left, low, 1 - 2 * left, 1 - 2 * low))
         ax.set(xlim=(0, _COLUMNS), ylim=(n_lines, 0))
         ax.set_axis_off()
-        for cell in cells:
-            _draw(ax, *cell)
+        for y, x, character, strength in cells:
+            if strength is not None:
+                cell, color = ((x, y + 0.05), _width(character), 0.9), _color(strength)
+                ax.add_patch(Rectangle(*cell, facecolor=color, linewidth=0, antialiased=False))
+            if character != " ":
+                # In the middle of its cell: how wide words are depends on the dpi.
+                ax.text(
+                    x + 0.5, y + 0.5, character if _has_glyph(character) else "□",
+                    family=_FONT, fontsize=_POINTS, ha="center", va="center_baseline",
+                    parse_math=False, weight="bold" if strength is None else "normal",
+                )  # fmt: skip
         return figure
 
     def _rows(self) -> Iterator[tuple[str, list[tuple[str, float, float]]]]:
@@ -148,25 +174,6 @@ def text(scores: xr.DataArray, *, label: str | None = None) -> TextPlot:
     return TextPlot(labels, texts, scores.values.astype(np.float64), mask, decimals(scores))
 
 
-def _plain_row(title: str, tokens: list[tuple[str, float, float]], digits: int) -> str:
-    strongest = sorted(tokens, key=lambda token: -abs(token[2]))[:_N_STRONGEST]
-    words = (f"{_visible(text).strip()!r} {score:+.{digits}f}" for text, score, _ in strongest)
-    texts = "".join(_visible(text) for text, *_ in tokens).strip()
-    return f"{title}\n{texts}\nstrongest: {', '.join(words)}"
-
-
-def _html_row(title: str, tokens: list[tuple[str, float, float]], digits: int) -> str:
-    spans = "".join(
-        f'<span title="{score:+.{digits}f}" style="background:{_color(strength)}">'
-        f"{escape(_visible(text))}</span>"
-        for text, score, strength in tokens
-    )
-    return (
-        f'<div style="margin-top:0.6em"><b>{escape(title)}</b></div>'
-        f'<div style="white-space:pre-wrap;overflow-wrap:anywhere">{spans}</div>'
-    )
-
-
 def _color(strength: float) -> str:
     """Return green or red, the more opaque the stronger, as ``#rrggbbaa``."""
     return f"{GREEN if strength > 0 else RED}{round(abs(strength) * _STRONGEST * 255):02x}"
@@ -204,21 +211,6 @@ def _cells(
 def _width(character: str) -> int:
     """Return the number of columns of a character; characters of East Asia take two."""
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
-
-
-def _draw(ax: Axes, y: int, x: int, character: str, strength: float | None) -> None:
-    """Draw a character in the middle of its cell: how wide words are depends on the dpi."""
-    from matplotlib.patches import Rectangle  # optional dependency
-
-    if strength is not None:
-        cell, color = ((x, y + 0.05), _width(character), 0.9), _color(strength)
-        ax.add_patch(Rectangle(*cell, facecolor=color, linewidth=0, antialiased=False))
-    if character != " ":
-        ax.text(
-            x + 0.5, y + 0.5, character if _has_glyph(character) else "□",
-            family=_FONT, fontsize=_POINTS, ha="center", va="center_baseline", parse_math=False,
-            weight="bold" if strength is None else "normal",
-        )  # fmt: skip
 
 
 @cache
