@@ -119,6 +119,28 @@ def test_weights__are_by_default_of_models_of_tokens(tmp_path: Any) -> None:
         td.fit(*case("cnn"), **options | {"weights": True, "curvature": False})
 
 
+def test_fit__goes_on_with_words_as_an_older_store_has_them(
+    tmp_path: Any, monkeypatch: Any
+) -> None:
+    """Older versions turned the words that a model writes, too."""
+    samples, model = case("language")
+    options, store = EXACT | {"sketch": td.SJLT(64), "proj_dim": 64}, tmp_path / "older.zarr"
+    one = model.at_checkpoints(["a"])
+    with monkeypatch.context() as older:
+        older.setattr(fitting, "writes_words", lambda model: None)
+        before = td.fit(samples, one, store=store, **options)
+    assert "writer" not in before.spec()["steps"][0]
+    td.save(td.featurize(samples, one, before), store, progress=False)
+    both = td.fit(samples, model, store=store, **options)
+    assert both.spec() == before.spec()
+    features = td.save(
+        td.featurize(samples, model, both), store, append_dim="checkpoint", progress=False
+    )
+    targets = td.featurize(samples.isel(sample=[1, 5]), model, like=features)
+    np.testing.assert_allclose(targets.feature, features.feature[[1, 5]], rtol=1e-3, atol=1e-5)
+    assert td.fit(samples, model, **options).spec()["steps"][0]["writer"] == "3.weight"
+
+
 def test_fit__curvatures_of_models_of_tokens_are_of_all_samples(monkeypatch: Any) -> None:
     samples, model = case("words")
     monkeypatch.setattr(fitting, "N_CURVATURE", 8)
