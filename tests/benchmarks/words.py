@@ -12,6 +12,7 @@ import functools
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import dask
@@ -41,7 +42,9 @@ TASKS = ["language", "language-tied", "transformer", "mlp", "cnn"]
 LONGEST = {"all axes": 4096, "axes up to 192": 192, "axes up to 64": 64}
 
 
-def lds_of(task: str, cache: Path, n: int, longest: int, *, has_words: bool) -> tuple[float, float]:
+def lds_of(
+    task: str, cache: Path, n: int, longest: int, has_words: bool, weights: Any = "auto"
+) -> tuple[float, float]:
     """Return the LDS and the CPU seconds of fit, features and scores."""
     subject, start = SUBJECTS[task], time.process_time()
     drawn, outputs = ground(subject)
@@ -49,7 +52,7 @@ def lds_of(task: str, cache: Path, n: int, longest: int, *, has_words: bool) -> 
     train, targets = (subject.samples(part) for part in range(2))
     with patch.object(tensors, "LONGEST_AXIS", longest):
         with patch.object(fitting, "writes_words", fitting.writes_words if has_words else none):
-            projector = td.fit(train, model, progress=False)
+            projector = td.fit(train, model, weights=weights, progress=False)
         features = [td.featurize(x, model, projector).compute() for x in (train, targets)]
     scores = td.score(*features).compute()
     seconds = time.process_time() - start
@@ -68,12 +71,12 @@ def main() -> None:
     for task in options.tasks:
         shapes = {tuple(p.shape) for p in SUBJECTS[task].build().parameters() if p.ndim > 1}
         print(f"\n{task}: shapes {sorted(shapes)}")
-        runs = {name: (longest, False) for name, longest in LONGEST.items()}
+        runs: dict[str, Any] = {name: (longest, False) for name, longest in LONGEST.items()}
         if task.startswith("language"):
-            runs["all axes but words"] = (4096, True)
-        for name, (longest, has_words) in runs.items():
+            runs |= {"all axes but words": (4096, True), "and equal weights": (4096, True, False)}
+        for name, run in runs.items():
             for n in (1, 3):
-                lds, s = lds_of(task, options.cache, n, longest, has_words=has_words)
+                lds, s = lds_of(task, options.cache, n, *run)
                 print(f"  {name:20} {n} checkpoints: LDS {lds:.3f}, {s:.0f} CPU s", flush=True)
 
 
