@@ -44,8 +44,8 @@ LONGEST = {"all axes": 4096, "axes up to 192": 192, "axes up to 64": 64}
 
 def lds_of(
     task: str, cache: Path, n: int, longest: int, has_words: bool, weights: Any = "auto"
-) -> tuple[float, float]:
-    """Return the LDS and the CPU seconds of fit, features and scores."""
+) -> tuple[float, float, Any]:
+    """Return the LDS, the CPU seconds of fit, features and scores, and the projector."""
     subject, start = SUBJECTS[task], time.process_time()
     drawn, outputs = ground(subject)
     model = td.Model(subject.build, checkpoints(subject, cache, 3)[:n], subject.task)
@@ -56,7 +56,8 @@ def lds_of(
         features = [td.featurize(x, model, projector).compute() for x in (train, targets)]
     scores = td.score(*features).compute()
     seconds = time.process_time() - start
-    return float(td.evaluate.lds(scores, drawn, outputs, resamples=1).lds_mean), seconds
+    lds = td.evaluate.lds(scores, drawn, outputs, resamples=1).lds_mean
+    return float(lds), seconds, projector
 
 
 def none(model: td.Model) -> None:
@@ -76,8 +77,12 @@ def main() -> None:
             runs |= {"all axes but words": (4096, True), "and equal weights": (4096, True, False)}
         for name, run in runs.items():
             for n in (1, 3):
-                lds, s = lds_of(task, options.cache, n, *run)
+                lds, s, projector = lds_of(task, options.cache, n, *run)
                 print(f"  {name:20} {n} checkpoints: LDS {lds:.3f}, {s:.0f} CPU s", flush=True)
+                if n > 1 and len(run) == 2 and run[1]:
+                    weights = projector.curvature.weights
+                    agreement = {k: float(f"{w['agreement']:.3g}") for k, w in weights.items()}
+                    print(f"    agreement between checkpoints: {agreement}", flush=True)
 
 
 if __name__ == "__main__":
