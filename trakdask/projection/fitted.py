@@ -83,6 +83,7 @@ class Curvature:
 
     def __repr__(self) -> str:
         values = f"damping={self.damping}, power={self.power}, leading={self.leading}"
+        values += f", writer={self.writer!r}" if self.writer else ""
         weights = self.weights or {}
         order = sorted(
             weights, key=lambda name: -(weights[name]["weight"] ** 2) * weights[name]["share"]
