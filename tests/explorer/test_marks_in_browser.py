@@ -47,7 +47,7 @@ def test_marks__are_in_the_file_and_undone_on_any_page(
 def test_server_that_stops__is_told_of_and_marks_are_sent_when_it_is_back(
     explorer: Explorer, browser: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trakdask.explorer.server.secrets.token_urlsafe", lambda n: "a-token")
+    monkeypatch.setattr("trakdask.explorer.app.secrets.token_urlsafe", lambda n: "a-token")
     with Tab(browser) as tab:
         with served(explorer) as url:
             tab.open(f"{url}?page=sample&sample=7", "Training sample 7")

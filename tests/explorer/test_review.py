@@ -49,9 +49,9 @@ def test_predictions__are_those_of_the_model(is_there: bool) -> None:
     np.testing.assert_allclose(table["probability"], np.where(is_known, p.max(1), np.nan), 1e-5)
     training = new_targets.samples(new_targets.N, 0)
     p = new_targets.probabilities(training.image.values)
-    readings = explorer.training.readings([*range(new_targets.N)])
+    cards = explorer.training.cards(explorer.training.metadata)
     is_sure = p[np.arange(len(p)), training.label] >= 0.5
-    read = [reading["predicted"] for reading in readings]
+    read = [card["reading"]["predicted"] for card in cards]
     np.testing.assert_array_equal(read, np.where(is_there | is_sure, p.argmax(1), np.nan))
     wrong = explorer.targets.selected(View(targets_where="predicted != label"))
     assert sorted(wrong.index) == np.flatnonzero(expected != label).tolist()

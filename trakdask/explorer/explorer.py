@@ -85,7 +85,7 @@ class Explorer(Questions):
         OSError
             If this machine has no such address, or the port is taken.
         """
-        from trakdask.explorer.server import server  # optional dependency
+        from trakdask.explorer.app import server  # optional dependency
 
         listening, url = server(self.app, host=host, port=port)
         announce(url)
