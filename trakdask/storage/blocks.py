@@ -218,7 +218,23 @@ def _write_block(
     began, (here,) = time.time(), part
     rows = slice(offset + here.start, offset + here.stop)
     values = dict(zip(names, map(block_of, blocks), strict=True))
-    _warn_of_outliers(values[NORM][:, 0], rows.start)
+    # 1. A feature that is far longer than the median of its block spoils the scores of all.
+    norm = values[NORM][:, 0]
+    finite = norm[np.isfinite(norm)]
+    median = np.median(finite) if len(finite) >= _ENOUGH_ROWS else 0.0
+    long = np.flatnonzero(np.isfinite(norm) & (norm > _LONGEST**2 * median) & (median > 0))
+    if len(long):
+        warn_once(
+            "long features",
+            f"expected features of similar length, got features of the samples "
+            f"{shown((rows.start + long).tolist())} that are up to "
+            f"{np.sqrt(norm[long].max() / median):.0f} times as long as the median of their block. "
+            "They make λ too large for the scores of all samples. If there is a fault in them, try "
+            "td.drop(store, where=lambda ds: (ds.feature_norm > "
+            f"{_LONGEST**2} * ds.feature_norm.median('sample')).any('checkpoint'))",
+            warn_client,
+        )
+    # 2. Features, and then the record.
     if is_half:
         values["feature"], values[SCALE] = encoded(values["feature"])
     feature[rows, :, index : index + 1] = values.pop("feature")
@@ -229,24 +245,6 @@ def _write_block(
         rows.start, rows.stop, index, socket.gethostname(), time.time() - began,
     )  # fmt: skip
     return np.ones((1, 1), bool)
-
-
-def _warn_of_outliers(norm: np.ndarray, start: int) -> None:
-    """Warn of rows whose features are far longer than the median of their block."""
-    finite = norm[np.isfinite(norm)]
-    median = np.median(finite) if len(finite) >= _ENOUGH_ROWS else 0.0
-    rows = np.flatnonzero(np.isfinite(norm) & (norm > _LONGEST**2 * median) & (median > 0))
-    if len(rows):
-        warn_once(
-            "long features",
-            f"expected features of similar length, got features of the samples "
-            f"{shown((start + rows).tolist())} that are up to "
-            f"{np.sqrt(norm[rows].max() / median):.0f} times as long as the median of their block. "
-            "They make λ too large for the scores of all samples. If there is a fault in them, try "
-            "td.drop(store, where=lambda ds: (ds.feature_norm > "
-            f"{_LONGEST**2} * ds.feature_norm.median('sample')).any('checkpoint'))",
-            warn_client,
-        )
 
 
 def save_sums(
