@@ -115,7 +115,10 @@ def update_derived(
         if is_same and (not anew or stored["attributes"]["chosen_by"] == chosen_by):
             group.arrays[DAMPING] = stored
         else:
-            _update_damping(group, estimator, calibrate, chosen_by)
+            values, attrs = chosen_damping(assembled(group), estimator, calibrate)
+            attrs |= {**_about(group), "chosen_by": chosen_by}
+            group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", attrs=attrs)
+            group.array(DAMPING)[:] = values
     except (ValueError, np.linalg.LinAlgError) as err:
         if anew:
             raise
@@ -193,14 +196,3 @@ def _about(group: Group) -> dict[str, Any]:
     """Return the attributes that say which gram matrix something is of."""
     attrs = group.arrays[GRAM]["attributes"]
     return {name: attrs[name] for name in ("n_samples", "gram_weights", "power", "wrong_classes")}
-
-
-def _update_damping(
-    group: Group, estimator: GramEstimator, calibrate: xr.Dataset | None, chosen_by: str | None
-) -> None:
-    """Choose and store λ."""
-    ds = assembled(group)
-    values, attrs = chosen_damping(ds, estimator, calibrate)
-    attrs |= {**_about(group), "chosen_by": chosen_by}
-    group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", attrs=attrs)
-    group.array(DAMPING)[:] = values

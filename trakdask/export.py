@@ -183,7 +183,13 @@ def to_parquet(
     dtypes = [ds[name].dtype for name in columns]
     width = sum(4 if dtype.kind in "OTU" else dtype.itemsize for dtype in dtypes)
     _require_size(ds, width * math.prod(ds.sizes.values()), max_bytes)
-    numbered = _numbered(ds)
+    # The numbers of blocks, and positions where there are no labels.
+    numbers = {
+        f"{dim}_block": (dim, np.repeat(np.arange(len(sizes)), sizes))
+        for dim, sizes in ds.chunksizes.items()
+    }
+    positions = {dim: np.arange(n) for dim, n in ds.sizes.items() if dim not in ds.coords}
+    numbered = ds.drop_attrs().assign_coords({**numbers, **positions})
     _require_memory(numbered, width)
     attrs = {_METADATA: json.dumps(as_values(ds.attrs), default=str)}
     with _replacing(path, _PARQUET, overwrite=overwrite) as folder:
@@ -306,16 +312,6 @@ def _as_table(data: object) -> xr.Dataset:
     if RANK in chunked.dims:
         chunked = chunked.chunk({RANK: -1})
     return chunked.transpose(TARGET, ..., missing_dims="ignore").unify_chunks()
-
-
-def _numbered(ds: xr.Dataset) -> xr.Dataset:
-    """Return results with the numbers of blocks, and positions where there are no labels."""
-    numbers = {
-        f"{dim}_block": (dim, np.repeat(np.arange(len(sizes)), sizes))
-        for dim, sizes in ds.chunksizes.items()
-    }
-    positions = {dim: np.arange(n) for dim, n in ds.sizes.items() if dim not in ds.coords}
-    return ds.drop_attrs().assign_coords({**numbers, **positions})
 
 
 def _write_file(

@@ -70,15 +70,14 @@ def as_text(attrs: Mapping[str, Any]) -> dict[str, Any]:
     >>> as_text({"projector": {"seed": 0}, "estimator": "trak", "chosen_by": None, "of": ["a"]})
     {'projector': '{"seed": 0}', 'estimator': 'trak', 'of': '["a"]'}
     """
-    return {name: _plain_attr(value) for name, value in attrs.items() if value is not None}
-
-
-def _plain_attr(value: Any) -> Any:
-    if isinstance(value, Mapping) or (
-        isinstance(value, list) and value and isinstance(value[0], str)
-    ):
-        return json.dumps(value)
-    return int(value) if isinstance(value, bool) else value
+    texts = {}
+    for name, value in attrs.items():
+        is_list = isinstance(value, list) and value and isinstance(value[0], str)
+        if isinstance(value, Mapping) or is_list:
+            texts[name] = json.dumps(value)
+        elif value is not None:
+            texts[name] = int(value) if isinstance(value, bool) else value
+    return texts
 
 
 def pooled_checkpoints(attrs: Mapping[str, Any]) -> list[str]:
@@ -203,7 +202,16 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
     if TASK_FIELDS in ours and tasks[0] == tasks[1]:
         theirs["task"] = ours["task"]
     require_same(theirs, ours, what=what, names=(*FEATURE_SPEC, CHECKPOINT, PROJ_DIM, COLUMN))
-    _warn_of_precision(ours, theirs, what)
+    both = [name for name in PRECISION if name in ours and name in theirs]
+    if different := [name for name in both if ours[name] != theirs[name]]:
+        values = ", ".join(f"{name} {ours[name]!r} and {theirs[name]!r}" for name in different)
+        warn_once(
+            ("precision", *different),
+            f"expected {what} computed in the same precision, got {values} (training features "
+            "first), so that their products carry the rounding error of the lower precision; try "
+            "featurizing both with the same dtype=, torch.autocast and "
+            "torch.set_float32_matmul_precision",
+        )
 
 
 def _defining(task: Any) -> Any:
@@ -219,16 +227,3 @@ def _defining(task: Any) -> Any:
         others["inputs"] = len(fields["inputs"]) if fields.get("positional") else named
     kept = {key: value for key, value in sorted(others.items()) if value is not None}
     return {"class": task["class"], **kept}
-
-
-def _warn_of_precision(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:
-    both = [name for name in PRECISION if name in ours and name in theirs]
-    if different := [name for name in both if ours[name] != theirs[name]]:
-        values = ", ".join(f"{name} {ours[name]!r} and {theirs[name]!r}" for name in different)
-        warn_once(
-            ("precision", *different),
-            f"expected {what} computed in the same precision, got {values} (training features "
-            "first), so that their products carry the rounding error of the lower precision; try "
-            "featurizing both with the same dtype=, torch.autocast and "
-            "torch.set_float32_matmul_precision",
-        )
