@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from html import escape
+from typing import Any
 
 
 def html_table(title: str, rows: Mapping[str, object]) -> str:
@@ -31,7 +32,7 @@ def html_table(title: str, rows: Mapping[str, object]) -> str:
 class HtmlTable:
     """Shows a dataclass in notebooks: its class, and its fields."""
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self: Any) -> str:
         kind, values, optional = type(self), dict(vars(self)), set[str]()
         if dataclasses.is_dataclass(self):  # and no subclass of a user
             fields = [field for field in dataclasses.fields(self) if field.repr]

@@ -70,7 +70,7 @@ def as_text(attrs: Mapping[str, Any]) -> dict[str, Any]:
     >>> as_text({"projector": {"seed": 0}, "estimator": "trak", "chosen_by": None, "of": ["a"]})
     {'projector': '{"seed": 0}', 'estimator': 'trak', 'of': '["a"]'}
     """
-    texts = {}
+    texts: dict[str, Any] = {}
     for name, value in attrs.items():
         is_list = isinstance(value, list) and value and isinstance(value[0], str)
         if isinstance(value, Mapping) or is_list:
@@ -124,7 +124,11 @@ def require_same(
     for name in names:
         got, wanted = actual.get(name), expected.get(name)
         if name == "code":
-            got, wanted = _comparable_code(got or {}, wanted or {})
+            # The digests that both have: of code that the same version of Python has compiled.
+            got, wanted = got or {}, wanted or {}
+            is_same_python = got.get("python") == wanted.get("python")
+            both = [key for key in wanted if key in got and is_same_python]
+            got, wanted = ({key: x[key] for key in both} for x in (got, wanted))
         if _plain(got) == _plain(wanted):
             continue
         if name == "task" and TASK_FIELDS in actual and TASK_FIELDS in expected:
@@ -140,15 +144,6 @@ def require_same(
             f"{what} differ in {name}{key}: expected {shown(wanted)}, got {shown(got)}; "
             f"try {_REMEDY.get(name, f'the same {name} for both')}"
         )
-
-
-def _comparable_code(
-    actual: Mapping[str, str], expected: Mapping[str, str]
-) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return the digests that both have: of code that the same version of Python has compiled."""
-    is_same_python = actual.get("python") == expected.get("python")
-    both = [name for name in expected if name in actual and is_same_python]
-    return {name: actual[name] for name in both}, {name: expected[name] for name in both}
 
 
 def _first_difference(actual: Any, expected: Any) -> tuple[str, Any, Any]:

@@ -380,9 +380,10 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
     for name, variable in data.items():
         is_lazy = variable.chunks is not None and isinstance(variable.data, da.Array)
         if not is_lazy or max(variable.chunksizes.get(CHECKPOINT, (1,))) > 1:
-            chunks = {CHECKPOINT: 1, SAMPLE: _ROWS_OF_UNCHUNKED}
-            wanted = variable.dims if variable.chunks is None else {CHECKPOINT} & {*variable.dims}
-            chunked = variable.chunk({dim: chunks[dim] for dim in wanted if dim in chunks})
+            chunks = {CHECKPOINT: 1}
+            if variable.chunks is None:
+                chunks[SAMPLE] = _ROWS_OF_UNCHUNKED
+            chunked = variable.chunk({d: n for d, n in chunks.items() if d in variable.dims})
             others[name] = chunked.copy(data=plain(chunked.data))
     lazy = features.assign(others) if others else features
     sizes = next((v.chunksizes[SAMPLE] for v in (data | others).values() if SAMPLE in v.dims), ())

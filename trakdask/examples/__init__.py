@@ -6,10 +6,10 @@ from trakdask.examples.classifiers import (
     digits_halves,
     digits_mlp,
     fit_mnist_cnn,
+    iris_features,
     mnist_cnn,
     train_classifier,
 )
-from trakdask.examples.flowers import iris_features
 from trakdask.examples.images import digits, mnist
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Small classifiers of digits, and a trainer of them."""
+"""Small classifiers of digits and of flowers, and a trainer of them."""
 
 from __future__ import annotations
 
@@ -17,35 +17,27 @@ from torch import Tensor, nn
 from trakdask.checks import require_integer
 from trakdask.evaluate.halves import train_on_halves
 from trakdask.examples.images import digits, mnist
+from trakdask.featurization.lazy import featurize
 from trakdask.files import Folder
+from trakdask.models.model import Model
+from trakdask.projection import Identity
+from trakdask.samples.array_source import from_arrays
 
 
 def digits_mlp() -> nn.Module:
     """Build a perceptron for (B, 1, 8, 8) images, 64-128-64-10, 17k parameters, random weights."""
     return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(64, 128),
-        nn.ReLU(),
-        nn.Linear(128, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
+        *(nn.Flatten(), nn.Linear(64, 128), nn.ReLU()),
+        *(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)),
     )
 
 
 def digits_cnn() -> nn.Module:
     """Build a convolutional network for (B, 1, 8, 8) images, 78k parameters, random weights."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, kernel_size=3, padding=1),
-        nn.GroupNorm(4, 16),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, kernel_size=3, padding=1),
-        nn.GroupNorm(8, 32),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(512, 140),
-        nn.ReLU(),
-        nn.Linear(140, 10),
+        *(nn.Conv2d(1, 16, kernel_size=3, padding=1), nn.GroupNorm(4, 16), nn.ReLU()),
+        *(nn.Conv2d(16, 32, kernel_size=3, padding=1), nn.GroupNorm(8, 32), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 140), nn.ReLU(), nn.Linear(140, 10)),
     )
 
 
@@ -214,25 +206,63 @@ def train_classifier(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = build().train()
-            data = torch.from_numpy(images), torch.from_numpy(labels)
-            _fit(model, *data, epochs, batch_size, lr)
+            x, y = torch.from_numpy(images), torch.from_numpy(labels)
+            optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+            steps = -(-len(x) // batch_size)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, max_lr=lr, epochs=epochs, steps_per_epoch=steps
+            )
+            for _ in range(epochs):
+                for batch in torch.randperm(len(x)).split(batch_size):
+                    optimizer.zero_grad()
+                    loss = nn.functional.cross_entropy(model(x[batch]), y[batch])
+                    torch.autograd.backward(loss)
+                    optimizer.step()
+                    schedule.step()
     finally:
         torch.set_num_threads(n_threads)
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def _fit(
-    model: nn.Module, images: Tensor, labels: Tensor, epochs: int, batch_size: int, lr: float
-) -> None:
-    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    steps = -(-len(images) // batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=lr, epochs=epochs, steps_per_epoch=steps
+def _perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@functools.cache
+def iris_features() -> tuple[xr.Dataset, xr.Dataset]:
+    """Train five small classifiers on 120 irises, and featurize these and 30 others.
+
+    Returns
+    -------
+    Features of the training samples and of the targets, in memory, whole gradients of 67
+    parameters at five checkpoints, with the coords ``label`` and ``species``.
+
+    Raises
+    ------
+    ImportError
+        If scikit-learn is not installed.
+
+    Examples
+    --------
+    >>> features, targets = iris_features()
+    >>> features.sizes["sample"], targets.sizes["sample"]
+    (120, 30)
+    """
+    from sklearn.datasets import load_iris  # optional dependency: only the examples need it
+
+    bunch = load_iris()
+    order = np.random.default_rng(0).permutation(150)
+    x = ((bunch.data - bunch.data.mean(0)) / bunch.data.std(0)).astype(np.float32)[order]
+    label = bunch.target.astype(np.int64)[order]
+    species = bunch.target_names.astype(str)[label]
+    train, targets = (
+        from_arrays({"x": x[rows]}, coords={"label": label[rows], "species": species[rows]})
+        for rows in (slice(120), slice(120, 150))
     )
-    for _ in range(epochs):
-        for batch in torch.randperm(len(images)).split(batch_size):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
-            torch.autograd.backward(loss)
-            optimizer.step()
-            schedule.step()
+    states = [
+        train_classifier(_perceptron, x[:120], label[:120], seed=seed, epochs=20, lr=0.03)
+        for seed in range(5)
+    ]
+    model = Model(_perceptron, states, task="classification")
+    features = featurize(train, model, Identity()).compute()
+    return features, featurize(targets, model, like=features).compute()
