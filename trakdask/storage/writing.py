@@ -12,8 +12,9 @@ from trakdask.arrays.blocks import align_weights
 from trakdask.arrays.weights import squared_norm
 from trakdask.files import Folder, naming
 from trakdask.provenance import BY_CHECKPOINT, as_values
+from trakdask.samples.coords import normalise_coord
 from trakdask.storage.blocks import save_blocks, save_fit
-from trakdask.storage.coords import joined_coords, portable_coords
+from trakdask.storage.coords import joined_coords, require_names
 from trakdask.storage.group import ERROR, SCALE, STORE_ATTRS, Group
 from trakdask.storage.lock import lock
 from trakdask.storage.placement import place
@@ -57,7 +58,17 @@ def storable(features: xr.Dataset) -> xr.Dataset:
         and (variable.dtype.kind == "f" or name == TRAINED_ON)
     }
     features = features.drop_vars({*features.data_vars} - kept)
-    return features.assign_coords(portable_coords(features.coords.variables))
+    # 4. Coords in memory that every reader of zarr knows: text of a fixed width has no
+    # specification in zarr v3, and objects may be anything.
+    coords = features.coords.variables
+    require_names(coords)
+    changed = {name: coord.compute() for name, coord in coords.items() if coord.chunks is not None}
+    for name, coord in {**coords, **changed}.items():
+        # Those of pandas have no char.
+        if coord.dims == (SAMPLE,) and getattr(coord.dtype, "char", "O") in "OSUV":
+            text = normalise_coord(str(name), np.asarray(coord.data), coord.size)
+            changed[name] = coord.copy(data=text)
+    return features.assign_coords(changed)
 
 
 def write(
