@@ -101,8 +101,7 @@ def test_every_change_of_a_page__is_held_so_that_none_is_lost(
 
 
 @pytest.mark.parametrize(
-    ("width", "scheme"),
-    [(400, "dark"), pytest.param(1280, "light", marks=pytest.mark.faults)],
+    ("width", "scheme"), [(400, "dark"), pytest.param(1280, "light", marks=pytest.mark.faults)]
 )
 def test_pages__are_accessible_and_run_nothing_of_the_metadata(
     url: str, browser: Any, width: int, scheme: str

@@ -60,10 +60,7 @@ def test_save__dimensions_in_any_order_make_the_same_store(tmp_path: Path) -> No
 
 def test_save__resumes_and_computes_only_what_is_missing(tmp_path: Path) -> None:
     broken, first = counted(FEATURES, limit=2)
-    with (
-        dask.config.set(scheduler="sync"),
-        pytest.raises(RuntimeError, match="out of budget"),
-    ):
+    with dask.config.set(scheduler="sync"), pytest.raises(RuntimeError, match="out of budget"):
         save(broken, tmp_path / "f.zarr")
     assert len(list(tmp_path.glob("f.zarr/feature/records/*"))) == len(first) == 2
     with pytest.raises(td.errors.IncompleteFeaturesError):

@@ -56,11 +56,7 @@ class Explorer(Questions):
         return found
 
     def serve(
-        self,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        announce: Callable[[str], object] = print,
+        self, *, host: str = "127.0.0.1", port: int = 0, announce: Callable[[str], object] = print
     ) -> None:
         """Serve the explorer to browsers until Ctrl-C, or the end of the process.
 
