@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,18 +96,10 @@ def assert_scores(
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    store = tmp_path_factory.mktemp("template") / "f.zarr"
+def fill(store: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trakdask.derived.LEAST_DIM", 0)
         save(images(), store)
-    return store
-
-
-@pytest.fixture
-def store(template: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(template, tmp_path / "f.zarr")
 
 
 def test_save__factors_are_the_eigendecomposition(store: Path) -> None:
