@@ -94,9 +94,7 @@ def test_facets__lead_to_every_kind_of_value_also_to_missing_ones() -> None:
             assert condition_mask(table, _condition(value, name)).sum() == count
 
 
-def test_tables__of_all_training_samples_are_made_for_the_first_page_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tables__of_all_training_samples_are_made_for_the_first_page_alone(monkeypatch) -> None:
     questions = Questions(FEATURES, TARGETS, TRAK)
     assert {"label", "loss", "self_influence", "mark"} <= {*questions.first_row}
     made, assign = [], pd.DataFrame.assign
