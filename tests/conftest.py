@@ -156,13 +156,16 @@ def fake_gpu() -> Iterator[None]:
     fakegpu.allow_float64(True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_python() -> Callable[..., str]:
     """Run the interpreter in a folder and return what it printed; fail with what went wrong."""
 
-    def run(*arguments: str, cwd: Path) -> str:
-        done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    def run(*arguments: str, cwd: Path = HERE.parent, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=cwd, env=os.environ | environment,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     return run

@@ -19,14 +19,7 @@ import xarray as xr
 from pyarrow import parquet
 
 import trakdask as td
-from tests.bad_inputs.stores import (
-    foreign_folder,
-    foreign_parquet,
-    foreign_zarr,
-    older_zarr,
-    store_in,
-    text_as_parquet,
-)
+from tests.bad_inputs import stores
 from tests.clusters import exit_code
 from tests.laziness import raise_if_dask_computes
 from trakdask.provenance import as_values
@@ -174,9 +167,12 @@ def made_from_ours(folder: Path) -> Path:
 
 @pytest.mark.parametrize("export", [td.to_zarr, td.to_parquet])
 @pytest.mark.parametrize(
-    "there", [store_in, foreign_zarr, foreign_parquet, text_as_parquet, made_from_ours,
-              older_zarr, foreign_folder],
-)  # fmt: skip
+    "there",
+    [
+        *(stores.store_in, stores.foreign_zarr, stores.foreign_parquet, stores.text_as_parquet),
+        *(made_from_ours, stores.older_zarr, stores.foreign_folder),
+    ],
+)
 def test_overwrite__never_what_another_wrote(
     tmp_path: Path, there: Callable[[Path], Path], export: Callable[..., None]
 ) -> None:
