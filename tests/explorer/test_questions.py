@@ -28,13 +28,12 @@ from tests.explorer.simulated import (
     halves,
 )
 from trakdask.attribution.estimators import GradCos, GradDot
-from trakdask.explorer.conditions import condition_mask
 from trakdask.explorer.contents import Contents
 from trakdask.explorer.html import _condition
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.questions import Questions
 from trakdask.explorer.tables import SampleTable, facets, searched
-from trakdask.explorer.view import View
+from trakdask.explorer.view import View, condition_mask
 
 # A page says the same beside the number.
 pytestmark = pytest.mark.filterwarnings("ignore:all samples of .* are in one group")

@@ -15,10 +15,9 @@ from tests.explorer.sessions import M, N, data, go, links, opened, show
 from tests.explorer.simulated import TRAK, halves
 from trakdask.explorer import Explorer, Marks
 from trakdask.explorer.app import Session
-from trakdask.explorer.conditions import condition_mask, joined, toggled, without
 from trakdask.explorer.html import signed
 from trakdask.explorer.pages import sections
-from trakdask.explorer.view import View
+from trakdask.explorer.view import View, condition_mask, joined, toggled, without
 
 # A page says the same beside the number.
 pytestmark = pytest.mark.filterwarnings("ignore:all samples of .* are in one group")

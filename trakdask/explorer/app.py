@@ -45,9 +45,7 @@ class Session(JSComponent):
     names = param.List([*vars(View())], doc="Parameters of the URL of a view.")
     marked = param.List([], doc="Which samples have which marks, as in '7 wrong label'.")
     said = param.Dict({}, doc="A message about a mark, and how many changes can be undone.")
-    saved = param.Dict(
-        {}, doc="A text, or bytes, that the browser is to save as a file, by its name."
-    )
+    saved = param.Dict({}, doc="A text, or bytes, for the browser to save as a file, by its name.")
     follows_address = param.Boolean(False, doc="Whether the address of the page is the view's.")
 
     _esm: ClassVar[Any] = Path(__file__).parent / "app.js"

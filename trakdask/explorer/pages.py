@@ -16,11 +16,10 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 import trakdask as td
-from trakdask.explorer.conditions import condition_mask
 from trakdask.explorer.html import LIVE, STYLE, count, plain_message, render, value
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.questions import Questions
-from trakdask.explorer.view import View
+from trakdask.explorer.view import View, condition_mask
 from trakdask.plots.figures import decimals
 
 _FIELDS = {

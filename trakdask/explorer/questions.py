@@ -24,12 +24,11 @@ from trakdask.attribution.protocol import LEAST_FOLDS, Estimator
 from trakdask.execution import active_client
 from trakdask.explorer import tables
 from trakdask.explorer.computing import compute, released_if_failed
-from trakdask.explorer.conditions import condition_mask
 from trakdask.explorer.contents import NO_CONTENTS, Contents
 from trakdask.explorer.marks import Marks
 from trakdask.explorer.new_targets import TargetMaker
 from trakdask.explorer.scorer import LEVEL, Scorer
-from trakdask.explorer.view import View
+from trakdask.explorer.view import View, condition_mask
 from trakdask.variables import SAMPLE, TARGET, TRAINED_ON, checkpoint_names, lazy_features
 
 _ROWS_KEPT = 2

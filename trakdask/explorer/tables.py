@@ -12,9 +12,8 @@ import pandas as pd
 import xarray as xr
 
 from trakdask.explorer.computing import compute
-from trakdask.explorer.conditions import condition_mask, is_name, joined, without
 from trakdask.explorer.contents import NO_CONTENTS, Contents
-from trakdask.explorer.view import View
+from trakdask.explorer.view import View, condition_mask, is_name, joined, without
 from trakdask.variables import CHECKPOINT, OUTPUT, SAMPLE, coords_along
 
 _MOST_GROUPS = 1000
