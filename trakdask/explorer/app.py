@@ -105,11 +105,6 @@ class Session(JSComponent):
     def _give_up(self) -> None:
         self._computation.is_abandoned = True
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the page is complete."""
-        if self._thread is not None:
-            self._thread.join(timeout)
-
     def _draw(self, computation: Computation, parts: Mapping[str, str]) -> None:
         if not computation.is_abandoned:
             self.html = page(self.questions, self.view, parts.values())

@@ -18,7 +18,7 @@ from trakdask._version import __version__
 from trakdask.errors import BlockError, IncompleteFeaturesError
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.new_targets import MOST_BYTES
-from trakdask.explorer.scorer import LEVEL
+from trakdask.explorer.questions import LEVEL
 from trakdask.explorer.tables import records
 from trakdask.explorer.view import LISTS, ROWS, has_terms, is_name, toggled
 from trakdask.plots.figures import decimals
