@@ -53,7 +53,7 @@ def bounded(
     """Return scores, or the self-influence, with intervals; see :func:`score`."""
     quantile = _quantile(features, level, by)
     if q is not None:
-        q = require_number("q", q, low=0, high=1, remedy="try q=0.1")
+        q = require_number("q", q, high=1, remedy="try q=0.1")
     labels, tiles, attrs = estimated(features, targets, estimator, by)
     attrs = {**attrs, "level": level}
     parts = arrays.jackknife.interval(tiles, quantile)
@@ -142,7 +142,7 @@ def _quantile(features: xr.Dataset, level: float | None, by: By | None) -> float
     """Return the distance of the bounds in standard errors."""
     from scipy.special import stdtrit  # the cost of importing
 
-    level = require_number("level", level, low=0, high=1, remedy="try level=0.9")
+    level = require_number("level", level, high=1, remedy="try level=0.9")
     validate(features, ["feature", "out_to_loss"], what="features")
     if by is not None and not isinstance(by, xr.DataArray):
         names_of_groups(coords_along(features, SAMPLE), by)
