@@ -67,19 +67,15 @@ class Variable:
         return self.dims, data, self.attrs
 
 
+_EACH = (SAMPLE, CHECKPOINT)
 _ALL = (
     Variable("feature", (SAMPLE, PROJ_DIM, CHECKPOINT), "projected gradient of the model output f"),
-    Variable("feature_norm", (SAMPLE, CHECKPOINT), "squared norm of feature"),
-    Variable("output", (SAMPLE, CHECKPOINT), "model output f, the scalar that is attributed"),
-    Variable("out_to_loss", (SAMPLE, CHECKPOINT), "Q = -dloss/df; 1 - p for classification"),
-    Variable(
-        TRAINED_ON,
-        (SAMPLE, CHECKPOINT),
-        "whether the checkpoint was trained on the sample",
-        kind="b",
-    ),
-    Variable("error", (SAMPLE, CHECKPOINT), "why a sample failed and is NaN; '' where it did not"),
-    Variable("scale", (SAMPLE, CHECKPOINT), "power of two: feature is this times the stored one"),
+    Variable("feature_norm", _EACH, "squared norm of feature"),
+    Variable("output", _EACH, "model output f, the scalar that is attributed"),
+    Variable("out_to_loss", _EACH, "Q = -dloss/df; 1 - p for classification"),
+    Variable(TRAINED_ON, _EACH, "whether the checkpoint was trained on the sample", kind="b"),
+    Variable("error", _EACH, "why a sample failed and is NaN; '' where it did not"),
+    Variable("scale", _EACH, "power of two: feature is this times the stored one"),
     Variable("gram", (PROJ_DIM, PROJ_DIM_1, CHECKPOINT), "sum over samples of h φ φᵀ"),
     Variable("loss_gradient", (PROJ_DIM, CHECKPOINT), "sum over samples of mean_c[g] φ"),
     Variable("gram_eigenvalues", (COMPONENT, CHECKPOINT), "eigenvalues of gram, ascending"),
