@@ -121,7 +121,7 @@ class Contents:
             with suppress(Exception):  # what a tokenizer cannot decode is no text
                 texts = ["".join(token_texts(self.text)(row)) for row in values.tolist()]
         if texts is None:
-            rows = values.reshape(len(values), -1)
+            rows = np.asarray(values).reshape(len(values), -1)
             more = f", … ({rows.shape[1]:,} numbers)" if rows.shape[1] > _MOST_NUMBERS else ""
             texts = [", ".join(f"{x:.4g}" for x in row[:_MOST_NUMBERS]) + more for row in rows]
             return [f'<p class="numbers">{escape(f"{name}: {text}")}</p>' for text in texts]
