@@ -134,6 +134,18 @@ def process_client(process_cluster: LocalCluster) -> Iterator[Client]:
         yield client
 
 
+@pytest.fixture(scope="session")
+def s3() -> Iterator[dict[str, object]]:
+    """Return the options of a real server that speaks S3, in this process."""
+    from moto.server import ThreadedMotoServer  # seconds to import
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield {"key": "k", "secret": "s", "endpoint_url": f"http://{host}:{port}"}
+    server.stop()
+
+
 @pytest.fixture
 def fake_gpu() -> Iterator[None]:
     """Test on a device that stands for a GPU: with float64, and nothing counted yet."""
@@ -144,13 +156,16 @@ def fake_gpu() -> Iterator[None]:
     fakegpu.allow_float64(True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_python() -> Callable[..., str]:
     """Run the interpreter in a folder and return what it printed; fail with what went wrong."""
 
-    def run(*arguments: str, cwd: Path) -> str:
-        done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    def run(*arguments: str, cwd: Path = HERE.parent, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=cwd, env=os.environ | environment,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     return run

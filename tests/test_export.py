@@ -16,18 +16,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from distributed import Client
 from pyarrow import parquet
 
 import trakdask as td
-from tests.bad_inputs.stores import (
-    foreign_folder,
-    foreign_parquet,
-    foreign_zarr,
-    older_zarr,
-    store_in,
-    text_as_parquet,
-)
+from tests.bad_inputs import stores
 from tests.clusters import exit_code
 from tests.laziness import raise_if_dask_computes
 from trakdask.provenance import as_values
@@ -116,9 +108,7 @@ def test_to_parquet__ranks_without_a_sample_are_null(tmp_path: Path) -> None:
         assert (frame[name].isna() == missing).all(), name
 
 
-def test_to_parquet__on_worker_processes_says_how_it_was_made(
-    process_client: Client, tmp_path: Path
-) -> None:
+def test_to_parquet__on_worker_processes_says_how_it_was_made(process_client, tmp_path) -> None:
     top = td.top_k(td.score(*labelled()), 2)
     td.to_parquet(top, path := tmp_path / "p.parquet")
     assert read_by_pandas(path).score.tolist() == top.score.values.ravel().tolist()
@@ -177,9 +167,12 @@ def made_from_ours(folder: Path) -> Path:
 
 @pytest.mark.parametrize("export", [td.to_zarr, td.to_parquet])
 @pytest.mark.parametrize(
-    "there", [store_in, foreign_zarr, foreign_parquet, text_as_parquet, made_from_ours,
-              older_zarr, foreign_folder],
-)  # fmt: skip
+    "there",
+    [
+        *(stores.store_in, stores.foreign_zarr, stores.foreign_parquet, stores.text_as_parquet),
+        *(made_from_ours, stores.older_zarr, stores.foreign_folder),
+    ],
+)
 def test_overwrite__never_what_another_wrote(
     tmp_path: Path, there: Callable[[Path], Path], export: Callable[..., None]
 ) -> None:

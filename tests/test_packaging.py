@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -31,31 +28,18 @@ def oracle_kernels() -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text("utf-8") for path in found}
 
 
-def run(*arguments: str, cwd: Path, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory: pytest.TempPathFactory, run_python) -> Path:
     out = tmp_path_factory.mktemp("dist")
-    run("-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT), cwd=out)
+    run_python("-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT), cwd=out)
     (built,) = out.glob("*.whl")
     return built
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory, run_python) -> Path:
     site = tmp_path_factory.mktemp("site")
-    run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site),
+    run_python("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site),
         str(wheel), cwd=site)  # fmt: skip
     return site
 
@@ -79,9 +63,10 @@ def test_wheel__holds_the_package_the_kernels_and_nothing_else(wheel: Path) -> N
 
 
 @pytest.mark.slow
-def test_wheel__installed_attributes_a_small_model_and_reads_its_kernels(installed: Path) -> None:
+def test_wheel__installed_attributes_a_small_model(installed: Path, run_python) -> None:
+    """And reads its kernels."""
     smoke = str(ROOT / ".ci" / "smoke.py")
-    printed = run("-c", PROBE, smoke, cwd=installed.parent, PYTHONPATH=str(installed))
+    printed = run_python("-c", PROBE, smoke, cwd=installed.parent, PYTHONPATH=str(installed))
     package, version, kernels = json.loads(printed.splitlines()[-1])
     assert Path(package).is_relative_to(installed)
     assert version == td.__version__

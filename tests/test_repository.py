@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import re
 import subprocess
-import sys
 import tomllib
 from importlib.metadata import requires
 from pathlib import Path
@@ -147,7 +146,7 @@ def test_constraints__pin_everything_the_two_commands_install() -> None:
 
 
 @pytest.mark.slow
-def test_import__takes_what_xarray_takes_and_nothing_optional() -> None:
+def test_import__takes_what_xarray_takes_and_nothing_optional(run_python) -> None:
     """The arithmetic needs no cluster and no store; the public modules are there at once."""
     code = (
         "import sys, trakdask as td, trakdask.projection.cuda, trakdask.models.model\n"
@@ -155,7 +154,4 @@ def test_import__takes_what_xarray_takes_and_nothing_optional() -> None:
         "td.tasks.Task, td.plots, td.examples, td.testing\n"
         "import xarray; xarray.DataArray([1]).trak, xarray.Dataset().trak"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+    assert run_python("-W", "error", "-c", code).strip() == "[]"

@@ -5,8 +5,6 @@ The first pages of the explorer need no distributed, either.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -66,7 +64,7 @@ assert td.save(td.open("train.zarr"), "copy.zarr", progress=False).sizes["sample
 """
 
 
-def test_process_that_only_asks__needs_no_torch(tmp_path: Path) -> None:
+def test_process_that_only_asks__needs_no_torch(tmp_path: Path, run_python) -> None:
     rng = np.random.default_rng(0)
     images, source = rng.random((65, 8), np.float32), np.array(["web", "book"])[np.arange(65) % 2]
     coords = {"label": np.arange(65) % 3, "source": source}
@@ -80,8 +78,5 @@ def test_process_that_only_asks__needs_no_torch(tmp_path: Path) -> None:
     train, targets = features.isel(sample=slice(60)), features.isel(sample=slice(60, None))
     td.save(train, tmp_path / "train.zarr", progress=False)
     td.save(targets, tmp_path / "targets.zarr", estimator=None, progress=False)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ASKS], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "targets.html is written" in done.stdout
+    printed = run_python("-W", "ignore", "-c", ASKS, cwd=tmp_path)
+    assert "targets.html is written" in printed

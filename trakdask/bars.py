@@ -94,7 +94,18 @@ def polled_bar(
     title = f"{title} ({done} of {total} were stored before)" if done else title
     stop = threading.Event()
     with _bar(title, total, done) as (update, say):
-        poller = threading.Thread(target=_poll, args=(update, count, stop), daemon=True)
+
+        def poll() -> None:
+            wait = _INTERVAL_S
+            while not stop.wait(wait):
+                start = time.monotonic()
+                try:
+                    update(count())
+                except Exception as err:  # if it persists, the computation itself fails, too
+                    _log.info("could not count the completed work: %s", err)
+                wait = max(_INTERVAL_S, _SHARE * (time.monotonic() - start))
+
+        poller = threading.Thread(target=poll, daemon=True)
         poller.start()
         try:
             yield say
@@ -150,19 +161,6 @@ def block_bar(
         _GRAPHS.reset(token)
         for graph in graphs:
             _SHARES.pop(graph, None)
-
-
-def _poll(
-    update: Callable[[float], object], count: Callable[[], float], stop: threading.Event
-) -> None:
-    wait = _INTERVAL_S
-    while not stop.wait(wait):
-        start = time.monotonic()
-        try:
-            update(count())
-        except Exception as err:  # if it persists, the computation itself fails, too
-            _log.info("could not count the completed work: %s", err)
-        wait = max(_INTERVAL_S, _SHARE * (time.monotonic() - start))
 
 
 @contextmanager

@@ -70,26 +70,19 @@ def require_integer(
     return number
 
 
-def require_number(
-    name: str,
-    value: object,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    remedy: str,
-) -> float:
-    """Return ``value`` as a finite float strictly between two bounds.
+def require_number(name: str, value: object, *, high: float = math.inf, remedy: str) -> float:
+    """Return ``value`` as a finite float strictly between 0 and a bound.
 
     Raises
     ------
     TypeError
         If the value is not a number.
     ValueError
-        If it is NaN, infinite, or outside the bounds.
+        If it is NaN, infinite, or outside of these bounds.
 
     Examples
     --------
-    >>> require_number("confidence", 95, low=0, high=1, remedy="try confidence=0.95")
+    >>> require_number("confidence", 95, high=1, remedy="try confidence=0.95")
     Traceback (most recent call last):
     ValueError: expected a finite number between 0 and 1 for confidence, got 95; try confidence=0.95
     """
@@ -99,10 +92,10 @@ def require_number(
         number = None
     if number is None or isinstance(value, (bool, str, bytes)):
         raise TypeError(f"expected a number for {name}, got {shown(value)}; {remedy}")
-    if not (math.isfinite(number) and low < number < high):
+    if not (math.isfinite(number) and 0 < number < high):
         raise ValueError(
-            f"expected a finite number between {low:g} and {high:g} for {name}, got "
-            f"{shown(value)}; {remedy}"
+            f"expected a finite number between 0 and {high:g} for {name}, got {shown(value)}; "
+            f"{remedy}"
         )
     return number
 

@@ -115,7 +115,10 @@ def update_derived(
         if is_same and (not anew or stored["attributes"]["chosen_by"] == chosen_by):
             group.arrays[DAMPING] = stored
         else:
-            _update_damping(group, estimator, calibrate, chosen_by)
+            values, attrs = chosen_damping(assembled(group), estimator, calibrate)
+            attrs |= {**_about(group), "chosen_by": chosen_by}
+            group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", attrs=attrs)
+            group.array(DAMPING)[:] = values
     except (ValueError, np.linalg.LinAlgError) as err:
         if anew:
             raise
@@ -134,7 +137,12 @@ def _update_sums(before: Group, group: Group, estimator: GramEstimator, retries:
     attrs, n_appended = estimator.attrs(ds), group.n_samples - before.n_samples
     appended = ds.isel({SAMPLE: slice(ds.sizes[SAMPLE] - n_appended, None)})
     about = {**attrs, "n_samples": ds.sizes[SAMPLE] - n_appended}
-    reusable = [name for name in estimator.sums if _is_reusable(before, name, about)]
+    reusable = []
+    for name in estimator.sums:  # a sum over these samples, and checkpoints if it pools them
+        stored = before.arrays.get(name, {}).get("attributes", {})
+        same = ["n_samples", "gram_weights", *["pooled_checkpoints"] * (name == LOSS_GRADIENT)]
+        if all(key in stored and stored[key] == about[key] for key in same):
+            reusable.append(name)
     sizes = {**ds.sizes, PROJ_DIM_1: ds.sizes[PROJ_DIM]}
     for name in estimator.sums:
         stays = name in reusable and not n_appended
@@ -164,13 +172,6 @@ def _dtype(name: str, of_features: np.dtype[Any], before: Group | None) -> np.dt
     return of_features if name in (GRAM, EIGENVECTORS) else np.dtype(np.float64)
 
 
-def _is_reusable(before: Group, name: str, attrs: dict[str, Any]) -> bool:
-    """Return whether a store has a sum over these samples, and checkpoints if it pools them."""
-    stored = before.arrays.get(name, {}).get("attributes", {})
-    same = ["n_samples", "gram_weights", *(["pooled_checkpoints"] if name == LOSS_GRADIENT else [])]
-    return all(key in stored and stored[key] == attrs[key] for key in same)
-
-
 def _update_factors(
     before: Group, group: Group, estimator: GramEstimator, gram_stays: bool, retries: int
 ) -> bool:
@@ -193,14 +194,3 @@ def _about(group: Group) -> dict[str, Any]:
     """Return the attributes that say which gram matrix something is of."""
     attrs = group.arrays[GRAM]["attributes"]
     return {name: attrs[name] for name in ("n_samples", "gram_weights", "power", "wrong_classes")}
-
-
-def _update_damping(
-    group: Group, estimator: GramEstimator, calibrate: xr.Dataset | None, chosen_by: str | None
-) -> None:
-    """Choose and store λ."""
-    ds = assembled(group)
-    values, attrs = chosen_damping(ds, estimator, calibrate)
-    attrs |= {**_about(group), "chosen_by": chosen_by}
-    group.add(DAMPING, {CHECKPOINT: len(values)}, "f8", attrs=attrs)
-    group.array(DAMPING)[:] = values

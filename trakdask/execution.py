@@ -244,28 +244,21 @@ def _wait_for_others() -> None:
 
 
 def _killed(err: KilledWorker, client: Client | None) -> str:
-    n_deaths = err.allowed_failures + 1
-    return (
-        f"{_died_of(client, n_deaths) or f'task {err.task}'} failed: {n_deaths} worker processes "
-        "died while they computed it; try smaller blocks (samples.chunk(sample=...)) or a smaller "
-        "batch_size= if they ran out of memory, or a higher distributed.scheduler.allowed-failures "
-        "if machines are preempted"
-    )
-
-
-def _died_of(client: Client | None, n_deaths: int) -> str | None:
-    """Return what most of the workers that died last were computing, if they recorded it."""
-    if client is None:
-        return None
-    alive = workers_of(client)
+    # 1. What most of the workers that died last were computing, if they recorded it.
+    blamed, n_deaths = f"task {err.task}", err.allowed_failures + 1
     begun: dict[str, str] = {}
-    for _, event in client.get_events(_STARTED) or ():
-        if event["worker"] not in alive:
-            # The last event of each worker, ordered by the time of that event.
-            begun.pop(event["worker"], None)
-            begun[event["worker"]] = event["what"]
-    most_common = Counter(list(begun.values())[-n_deaths:]).most_common(1)
-    for what, count in most_common:
-        if 2 * count > n_deaths:
-            return what
-    return None
+    if client is not None:
+        alive = workers_of(client)
+        for _, event in client.get_events(_STARTED) or ():
+            if event["worker"] not in alive:
+                # The last event of each worker, ordered by the time of that event.
+                begun.pop(event["worker"], None)
+                begun[event["worker"]] = event["what"]
+    for what, count in Counter(list(begun.values())[-n_deaths:]).most_common(1):
+        blamed = what if 2 * count > n_deaths else blamed
+    # 2. A text for the error.
+    return (
+        f"{blamed} failed: {n_deaths} worker processes died while they computed it; try smaller "
+        "blocks (samples.chunk(sample=...)) or a smaller batch_size= if they ran out of memory, or "
+        "a higher distributed.scheduler.allowed-failures if machines are preempted"
+    )

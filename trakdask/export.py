@@ -8,7 +8,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import dask.array as da
 import numpy as np
@@ -183,7 +183,13 @@ def to_parquet(
     dtypes = [ds[name].dtype for name in columns]
     width = sum(4 if dtype.kind in "OTU" else dtype.itemsize for dtype in dtypes)
     _require_size(ds, width * math.prod(ds.sizes.values()), max_bytes)
-    numbered = _numbered(ds)
+    # The numbers of blocks, and positions where there are no labels.
+    numbers = {
+        f"{dim}_block": (dim, np.repeat(np.arange(len(sizes)), sizes))
+        for dim, sizes in ds.chunksizes.items()
+    }
+    positions = {dim: np.arange(n) for dim, n in ds.sizes.items() if dim not in ds.coords}
+    numbered = ds.drop_attrs().assign_coords({**numbers, **positions})
     _require_memory(numbered, width)
     attrs = {_METADATA: json.dumps(as_values(ds.attrs), default=str)}
     with _replacing(path, _PARQUET, overwrite=overwrite) as folder:
@@ -267,24 +273,19 @@ def _free_folder(path: str | os.PathLike[str], marker: str, *, overwrite: bool) 
             f"expected a new path, got {folder.url!r}, which exists; try overwrite=True to replace "
             "it"
         )
-    if names and not _is_ours(folder, marker):
+    is_ours = not names  # or the same function wrote it, or began to
+    with suppress(OSError, ValueError, KeyError):  # neither a result of ours, nor a part of one
+        if names and (marker == _ZARR or marker in names):
+            is_ours = _WRITER.items() <= folder.read_json(marker)["attributes"].items()
+        elif names:
+            with folder.open(names[-1]) as file:
+                is_ours = _METADATA.encode() in (pq.read_schema(file).metadata or {})
+    if not is_ours:
         raise FileExistsError(
             f"expected an earlier result of the same function to overwrite, got {folder.url!r}, "
             f"which contains {names[:3]}; try another path, or deleting the folder yourself"
         )
     return folder
-
-
-def _is_ours(folder: Folder, marker: str) -> bool:
-    """Return whether the same function wrote a folder, or began to."""
-    names = folder.names()
-    try:
-        if marker == _ZARR or marker in names:
-            return bool(_WRITER.items() <= folder.read_json(marker)["attributes"].items())
-        with folder.open(names[-1]) as file:
-            return _METADATA.encode() in (pq.read_schema(file).metadata or {})
-    except (OSError, ValueError, KeyError):  # neither a result of ours, nor a part of one
-        return False
 
 
 def _as_table(data: object) -> xr.Dataset:
@@ -308,16 +309,6 @@ def _as_table(data: object) -> xr.Dataset:
     return chunked.transpose(TARGET, ..., missing_dims="ignore").unify_chunks()
 
 
-def _numbered(ds: xr.Dataset) -> xr.Dataset:
-    """Return results with the numbers of blocks, and positions where there are no labels."""
-    numbers = {
-        f"{dim}_block": (dim, np.repeat(np.arange(len(sizes)), sizes))
-        for dim, sizes in ds.chunksizes.items()
-    }
-    positions = {dim: np.arange(n) for dim, n in ds.sizes.items() if dim not in ds.coords}
-    return ds.drop_attrs().assign_coords({**numbers, **positions})
-
-
 def _write_file(
     folder: Folder, dims: list[str], columns: list[str], attrs: dict[str, str], block: xr.Dataset
 ) -> xr.DataArray:
@@ -326,7 +317,15 @@ def _write_file(
     if math.prod(sizes):
         numbers = (block[f"{dim}_block"].values[0] for dim in dims)
         name = "-".join(["part", *(f"{number:05d}" for number in numbers)]) + ".parquet"
-        block, words = _encoded(block)
+        # 1. Text as positions in the words of its column, -1 where it is null.
+        words, codes = {}, {}
+        for column, text in block.variables.items():
+            if text.dtype.kind in "OTU":
+                positions, unique = pd.factorize(text.values.astype(object).ravel())
+                codes[column] = text.copy(data=positions.astype(np.int32).reshape(text.shape))
+                words[str(column)] = pa.array(unique, pa.string())
+        block = block.assign(codes)
+        # 2. As many targets at once as memory was asked for.
         table = functools.partial(_table, dims=dims, columns=columns, words=words)
         schema = table(block.isel({dims[0]: slice(1)})).schema.with_metadata(attrs)
         step = max(1, _ROWS_AT_ONCE // math.prod(sizes[1:]))
@@ -334,17 +333,6 @@ def _write_file(
             for start in range(0, sizes[0], step):
                 writer.write_table(table(block.isel({dims[0]: slice(start, start + step)})))
     return xr.DataArray(np.zeros([1] * len(dims)), dims=dims)
-
-
-def _encoded(block: xr.Dataset) -> tuple[xr.Dataset, dict[str, pa.Array]]:
-    """Return text as positions in the words of its column, -1 where it is null."""
-    words, codes = {}, {}
-    for name, text in block.variables.items():
-        if text.dtype.kind in "OTU":
-            positions, unique = pd.factorize(text.values.astype(object).ravel())
-            codes[name] = text.copy(data=positions.astype(np.int32).reshape(text.shape))
-            words[str(name)] = pa.array(unique, pa.string())
-    return block.assign(codes), words
 
 
 def _table(

@@ -332,20 +332,16 @@ def replacing(
         if durable:
             with builtins.open(new, "r+b") as file:
                 os.fsync(file.fileno())
-        (give_name or _take_place)(str(new), target)
+        if give_name is not None or not os.path.isdir(target):
+            (give_name or os.replace)(str(new), target)
+        else:
+            old = Path(f"{new}.old")  # a folder cannot be renamed onto another one
+            _remove(old)
+            os.rename(target, old)
+            os.rename(new, target)
+            _remove(old)
     finally:
         _remove(new)
-
-
-def _take_place(new: str, target: str) -> None:
-    if not os.path.isdir(target):
-        os.replace(new, target)
-        return
-    old = Path(f"{new}.old")  # a folder cannot be renamed onto another one
-    _remove(old)
-    os.rename(target, old)
-    os.rename(new, target)
-    _remove(old)
 
 
 def _remove(path: Path) -> None:

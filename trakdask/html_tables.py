@@ -32,17 +32,12 @@ def html_table(title: str, rows: Mapping[str, object]) -> str:
 class HtmlTable:
     """Shows a dataclass in notebooks: its class, and its fields."""
 
-    def _repr_html_(self) -> str:
-        kind = type(self)
+    def _repr_html_(self: Any) -> str:
+        kind, values, optional = type(self), dict(vars(self)), set[str]()
+        if dataclasses.is_dataclass(self):  # and no subclass of a user
+            fields = [field for field in dataclasses.fields(self) if field.repr]
+            values = {field.name: getattr(self, field.name) for field in fields}
+            optional = {field.name for field in fields if field.kw_only}
+        shown = {n: repr(x) for n, x in values.items() if x is not None or n not in optional}
         what = (inspect.getdoc(kind) or "").partition("\n")[0]
-        title = f"{kind.__name__}: {what}" if what else kind.__name__
-        return html_table(title, {name: repr(value) for name, value in _fields(self).items()})
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    if not dataclasses.is_dataclass(value):
-        return dict(vars(value))  # a subclass of a user
-    fields = [field for field in dataclasses.fields(value) if field.repr]
-    values = {field.name: getattr(value, field.name) for field in fields}
-    optional = {field.name for field in fields if field.kw_only}
-    return {n: x for n, x in values.items() if x is not None or n not in optional}
+        return html_table(f"{kind.__name__}: {what}" if what else kind.__name__, shown)

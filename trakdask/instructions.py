@@ -39,13 +39,11 @@ def instructions(code: CodeType) -> str:
     >>> instructions((lambda x: x + 1).__code__) == instructions((lambda x: x + 1).__code__)
     True
     """
-    lines = (f"{step.opname} {_constant(step.argval)}" for step in dis.get_instructions(code))
+    lines = []
+    for step in dis.get_instructions(code):
+        value: Any = step.argval
+        if isinstance(value, frozenset):  # whose order differs between processes
+            value = sorted(map(repr, value))
+        text = instructions(value) if isinstance(value, CodeType) else repr(value)
+        lines.append(f"{step.opname} {text}")
     return "\n".join(lines)
-
-
-def _constant(value: Any) -> str:
-    if isinstance(value, CodeType):
-        return instructions(value)
-    if isinstance(value, frozenset):  # its order differs between processes
-        return repr(sorted(map(repr, value)))
-    return repr(value)

@@ -70,15 +70,14 @@ def as_text(attrs: Mapping[str, Any]) -> dict[str, Any]:
     >>> as_text({"projector": {"seed": 0}, "estimator": "trak", "chosen_by": None, "of": ["a"]})
     {'projector': '{"seed": 0}', 'estimator': 'trak', 'of': '["a"]'}
     """
-    return {name: _plain_attr(value) for name, value in attrs.items() if value is not None}
-
-
-def _plain_attr(value: Any) -> Any:
-    if isinstance(value, Mapping) or (
-        isinstance(value, list) and value and isinstance(value[0], str)
-    ):
-        return json.dumps(value)
-    return int(value) if isinstance(value, bool) else value
+    texts: dict[str, Any] = {}
+    for name, value in attrs.items():
+        is_list = isinstance(value, list) and value and isinstance(value[0], str)
+        if isinstance(value, Mapping) or is_list:
+            texts[name] = json.dumps(value)
+        elif value is not None:
+            texts[name] = int(value) if isinstance(value, bool) else value
+    return texts
 
 
 def pooled_checkpoints(attrs: Mapping[str, Any]) -> list[str]:
@@ -125,7 +124,11 @@ def require_same(
     for name in names:
         got, wanted = actual.get(name), expected.get(name)
         if name == "code":
-            got, wanted = _comparable_code(got or {}, wanted or {})
+            # The digests that both have: of code that the same version of Python has compiled.
+            got, wanted = got or {}, wanted or {}
+            is_same_python = got.get("python") == wanted.get("python")
+            both = [key for key in wanted if key in got and is_same_python]
+            got, wanted = ({key: x[key] for key in both} for x in (got, wanted))
         if _plain(got) == _plain(wanted):
             continue
         if name == "task" and TASK_FIELDS in actual and TASK_FIELDS in expected:
@@ -141,15 +144,6 @@ def require_same(
             f"{what} differ in {name}{key}: expected {shown(wanted)}, got {shown(got)}; "
             f"try {_REMEDY.get(name, f'the same {name} for both')}"
         )
-
-
-def _comparable_code(
-    actual: Mapping[str, str], expected: Mapping[str, str]
-) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return the digests that both have: of code that the same version of Python has compiled."""
-    is_same_python = actual.get("python") == expected.get("python")
-    both = [name for name in expected if name in actual and is_same_python]
-    return {name: actual[name] for name in both}, {name: expected[name] for name in both}
 
 
 def _first_difference(actual: Any, expected: Any) -> tuple[str, Any, Any]:
@@ -203,7 +197,16 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
     if TASK_FIELDS in ours and tasks[0] == tasks[1]:
         theirs["task"] = ours["task"]
     require_same(theirs, ours, what=what, names=(*FEATURE_SPEC, CHECKPOINT, PROJ_DIM, COLUMN))
-    _warn_of_precision(ours, theirs, what)
+    both = [name for name in PRECISION if name in ours and name in theirs]
+    if different := [name for name in both if ours[name] != theirs[name]]:
+        values = ", ".join(f"{name} {ours[name]!r} and {theirs[name]!r}" for name in different)
+        warn_once(
+            ("precision", *different),
+            f"expected {what} computed in the same precision, got {values} (training features "
+            "first), so that their products carry the rounding error of the lower precision; try "
+            "featurizing both with the same dtype=, torch.autocast and "
+            "torch.set_float32_matmul_precision",
+        )
 
 
 def _defining(task: Any) -> Any:
@@ -219,16 +222,3 @@ def _defining(task: Any) -> Any:
         others["inputs"] = len(fields["inputs"]) if fields.get("positional") else named
     kept = {key: value for key, value in sorted(others.items()) if value is not None}
     return {"class": task["class"], **kept}
-
-
-def _warn_of_precision(ours: Mapping[str, Any], theirs: Mapping[str, Any], what: str) -> None:
-    both = [name for name in PRECISION if name in ours and name in theirs]
-    if different := [name for name in both if ours[name] != theirs[name]]:
-        values = ", ".join(f"{name} {ours[name]!r} and {theirs[name]!r}" for name in different)
-        warn_once(
-            ("precision", *different),
-            f"expected {what} computed in the same precision, got {values} (training features "
-            "first), so that their products carry the rounding error of the lower precision; try "
-            "featurizing both with the same dtype=, torch.autocast and "
-            "torch.set_float32_matmul_precision",
-        )

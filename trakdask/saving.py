@@ -28,10 +28,9 @@ from trakdask.files import Folder
 from trakdask.provenance import REQUIRED_SPEC, as_values
 from trakdask.storage.changes import changing, erase_dropped
 from trakdask.storage.group import DROPPED, Group
-from trakdask.storage.placement import by_sets
 from trakdask.storage.reading import dropped_mask, open
 from trakdask.storage.unfinished import about_unfinished
-from trakdask.storage.writing import existing, kept_beside, storable, write
+from trakdask.storage.writing import by_sets, existing, kept_beside, storable, write
 from trakdask.variables import (
     CHECKPOINT,
     FITTED,

@@ -19,26 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Inputs and outputs of a layer may be a dictionary or an object of transformers that holds
 # tensors. torch has no public function that finds them, and only this one knows the classes that
 # libraries have registered.
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-
-__all__ = [
-    "Watching",
-    "cudnn_allow_tf32",
-    "fake_tensor_mode",
-    "few_threads",
-    "float32_matmul_precision",
-    "int8_matmul",
-    "last_operation",
-    "math_attention",
-    "no_fast_path",
-    "storage_of",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "uncompiled",
-    "version_of",
-]
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 _VIEWS = (
     *("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Select", "Slice", "Transpose"),

@@ -67,19 +67,15 @@ class Variable:
         return self.dims, data, self.attrs
 
 
+_EACH = (SAMPLE, CHECKPOINT)
 _ALL = (
     Variable("feature", (SAMPLE, PROJ_DIM, CHECKPOINT), "projected gradient of the model output f"),
-    Variable("feature_norm", (SAMPLE, CHECKPOINT), "squared norm of feature"),
-    Variable("output", (SAMPLE, CHECKPOINT), "model output f, the scalar that is attributed"),
-    Variable("out_to_loss", (SAMPLE, CHECKPOINT), "Q = -dloss/df; 1 - p for classification"),
-    Variable(
-        TRAINED_ON,
-        (SAMPLE, CHECKPOINT),
-        "whether the checkpoint was trained on the sample",
-        kind="b",
-    ),
-    Variable("error", (SAMPLE, CHECKPOINT), "why a sample failed and is NaN; '' where it did not"),
-    Variable("scale", (SAMPLE, CHECKPOINT), "power of two: feature is this times the stored one"),
+    Variable("feature_norm", _EACH, "squared norm of feature"),
+    Variable("output", _EACH, "model output f, the scalar that is attributed"),
+    Variable("out_to_loss", _EACH, "Q = -dloss/df; 1 - p for classification"),
+    Variable(TRAINED_ON, _EACH, "whether the checkpoint was trained on the sample", kind="b"),
+    Variable("error", _EACH, "why a sample failed and is NaN; '' where it did not"),
+    Variable("scale", _EACH, "power of two: feature is this times the stored one"),
     Variable("gram", (PROJ_DIM, PROJ_DIM_1, CHECKPOINT), "sum over samples of h φ φᵀ"),
     Variable("loss_gradient", (PROJ_DIM, CHECKPOINT), "sum over samples of mean_c[g] φ"),
     Variable("gram_eigenvalues", (COMPONENT, CHECKPOINT), "eigenvalues of gram, ascending"),
@@ -356,15 +352,12 @@ def ordered(features: xr.Dataset) -> xr.Dataset:
     upper = {n: a.variable for n, a in features.data_vars.items() if TRIANGLE in a.attrs}
     if not upper:
         return features
-    rows = features[COLUMN].values if COLUMN in features.coords else None
-    return features.assign({name: _whole(variable, rows) for name, variable in upper.items()})
-
-
-def _whole(upper: xr.Variable, rows: np.ndarray | None) -> xr.Variable:
-    """Return a symmetric matrix as :func:`open` shows it, of one as ``xr.open_zarr`` does."""
-    data = plain(upper.chunk({PROJ_DIM: -1, PROJ_DIM_1: -1, CHECKPOINT: 1}).data)
-    attrs = {name: value for name, value in upper.attrs.items() if name != TRIANGLE}
-    return xr.Variable(upper.dims, data.map_blocks(mirrored, rows=rows, meta=data._meta), attrs)
+    rows, whole = features[COLUMN].values if COLUMN in features.coords else None, {}
+    for name, matrix in upper.items():
+        data = plain(matrix.chunk({PROJ_DIM: -1, PROJ_DIM_1: -1, CHECKPOINT: 1}).data)
+        attrs = {key: value for key, value in matrix.attrs.items() if key != TRIANGLE}
+        whole[name] = matrix.dims, data.map_blocks(mirrored, rows=rows, meta=data._meta), attrs
+    return features.assign(whole)
 
 
 def lazy_features(features: xr.Dataset) -> xr.Dataset:
@@ -382,24 +375,17 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
     # Variables, one at a time: Dataset.chunk would make coords lazy, and Dataset.map copies them.
     # The values of a fitted projector are not asked for, and may be large.
     data = {n: features.variables[n] for n in features.data_vars if n not in FITTED}
-    others = {
-        name: _lazy(variable)
-        for name, variable in data.items()
-        if variable.chunks is None
-        or not isinstance(variable.data, da.Array)
-        or max(variable.chunksizes.get(CHECKPOINT, (1,))) > 1
-    }
+    others = {}
+    for name, variable in data.items():
+        is_lazy = variable.chunks is not None and isinstance(variable.data, da.Array)
+        if not is_lazy or max(variable.chunksizes.get(CHECKPOINT, (1,))) > 1:
+            chunks = {CHECKPOINT: 1}
+            if variable.chunks is None:
+                chunks[SAMPLE] = _ROWS_OF_UNCHUNKED
+            chunked = variable.chunk({d: n for d, n in chunks.items() if d in variable.dims})
+            others[name] = chunked.copy(data=plain(chunked.data))
     lazy = features.assign(others) if others else features
     sizes = next((v.chunksizes[SAMPLE] for v in (data | others).values() if SAMPLE in v.dims), ())
     coords = {name: v for name, v in lazy.coords.variables.items() if v.chunks is not None}
     loaded = {name: v.load() for name, v in coords.items() if not stays_in_store(v, sizes)}
     return lazy.assign_coords(loaded) if loaded else lazy
-
-
-def _lazy(variable: xr.Variable) -> xr.Variable:
-    """Return a variable in chunks of one checkpoint."""
-    sizes = {CHECKPOINT: 1}
-    if variable.chunks is None:
-        sizes[SAMPLE] = _ROWS_OF_UNCHUNKED
-    chunked = variable.chunk({dim: size for dim, size in sizes.items() if dim in variable.dims})
-    return chunked.copy(data=plain(chunked.data))

@@ -94,9 +94,7 @@ def retire() -> None:
     worker.loop.add_callback(worker.close_gracefully)
 
 
-def test_save__worker_retires_in_the_middle(
-    tmp_path: Path, expected: tuple[xr.Dataset, xr.Dataset]
-) -> None:
+def test_save__worker_retires_in_the_middle(tmp_path, expected) -> None:
     marker = tmp_path / "marker"
     marker.touch()
     with cluster_of(2) as (_, client):
@@ -107,9 +105,7 @@ def test_save__worker_retires_in_the_middle(
         assert before - {*workers_of(client)}
 
 
-def test_save__workers_come_when_there_is_work(
-    tmp_path: Path, expected: tuple[xr.Dataset, xr.Dataset]
-) -> None:
+def test_save__workers_come_when_there_is_work(tmp_path, expected) -> None:
     """A worker that comes late, or after others have gone, still gets the samples and the model."""
     # Not with a patient nanny: a worker that is closed while it starts may never end by itself.
     with (

@@ -16,7 +16,7 @@ from axe_playwright_python.sync_playwright import Axe
 
 from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer
-from trakdask.explorer.server import server
+from trakdask.explorer.app import server
 
 CHROMIUM = "chromium"
 

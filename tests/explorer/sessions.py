@@ -33,12 +33,17 @@ def data(n: int, seed: int) -> xr.Dataset:
     return features.assign_coords(source=("sample", source))
 
 
+def wait(session: Session) -> None:
+    """Wait until the page is complete."""
+    session._thread.join(PATIENCE_S)
+
+
 def opened(explorer: Explorer, view: View) -> Session:
     session = Session(explorer, view)
     assert session._thread is None  # what it changed before a browser shows it would be lost
     assert 'aria-busy="true"' in session.html
     session._handle_msg({"shown": True})
-    session.wait(PATIENCE_S)
+    wait(session)
     assert 'aria-busy="true"' not in session.html
     return session
 
@@ -46,7 +51,7 @@ def opened(explorer: Explorer, view: View) -> Session:
 def show(session: Session, view: View) -> None:
     """Show another page, and wait until it is complete."""
     session.go(view)
-    session.wait(PATIENCE_S)
+    wait(session)
 
 
 def links(html: str) -> list[tuple[View, str]]:
@@ -96,5 +101,5 @@ class Gate:
 def go(session: Session, message: dict[str, Any]) -> str:
     """Send what a browser would, and return the page when it is complete."""
     session._handle_msg(message)
-    session.wait(PATIENCE_S)
+    wait(session)
     return str(session.html)

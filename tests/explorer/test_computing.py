@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -119,13 +117,10 @@ print(before, inside, threads(), again)
 """
 
 
-def test_compute__keeps_blas_on_one_thread_and_gives_it_back() -> None:
+def test_compute__keeps_blas_on_one_thread_and_gives_it_back(run_python) -> None:
     # In a process of its own: BLAS has a single thread where tests run.
-    process = subprocess.run(
-        [sys.executable, "-c", _OVERLAPPING], env={**os.environ, "OPENBLAS_NUM_THREADS": "2"},
-        capture_output=True, text=True, check=True, timeout=PATIENCE_S,
-    )  # fmt: skip
-    before, inside, after, again = ast.literal_eval(f"[{process.stdout.replace('] [', '], [')}]")
+    printed = run_python("-c", _OVERLAPPING, OPENBLAS_NUM_THREADS="2")
+    before, inside, after, again = ast.literal_eval(f"[{printed.replace('] [', '], [')}]")
     assert set(inside) == set(again) == {1}
     assert after == before
     assert set(before) == {2 if (os.cpu_count() or 1) > 1 else 1}

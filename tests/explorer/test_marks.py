@@ -272,22 +272,13 @@ def test_marks__of_a_store_at_a_url() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:botocore")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:moto")
-def test_marks__on_s3_are_made_by_several_at_once() -> None:
-    from moto.server import ThreadedMotoServer  # seconds to import
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    options = {"key": "k", "secret": "s", "endpoint_url": f"http://{host}:{port}"}
-    try:
-        fs, path = Folder("s3://marks", options)._fs()
-        fs.mkdir(path)
-        marks = Marks("s3://marks/m.parquet", storage_options=options)
-        makers = [Marks(marks.path, storage_options=options) for _ in range(3)]
-        with ThreadPoolExecutor(3) as pool:
-            done = pool.map(lambda i: makers[i].mark([i, 100 + i], "remove"), range(3))
-            assert list(done) == [2] * 3
-        assert sorted(marks.table()["sample"]) == [0, 1, 2, 100, 101, 102]
-        assert Folder("s3://marks", options).files() == {"m.parquet"}
-    finally:
-        server.stop()
+def test_marks__on_s3_are_made_by_several_at_once(s3: dict[str, object]) -> None:
+    fs, path = Folder("s3://marks", s3)._fs()
+    fs.mkdir(path)
+    marks = Marks("s3://marks/m.parquet", storage_options=s3)
+    makers = [Marks(marks.path, storage_options=s3) for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        done = pool.map(lambda i: makers[i].mark([i, 100 + i], "remove"), range(3))
+        assert list(done) == [2] * 3
+    assert sorted(marks.table()["sample"]) == [0, 1, 2, 100, 101, 102]
+    assert Folder("s3://marks", s3).files() == {"m.parquet"}

@@ -15,10 +15,9 @@ from tests.explorer.sessions import M, N, data, go, links, opened, show
 from tests.explorer.simulated import TRAK, halves
 from trakdask.explorer import Explorer, Marks
 from trakdask.explorer.app import Session
-from trakdask.explorer.conditions import condition_mask, joined, toggled, without
 from trakdask.explorer.html import signed
 from trakdask.explorer.pages import sections
-from trakdask.explorer.view import View
+from trakdask.explorer.view import View, condition_mask, joined, toggled, without
 
 # A page says the same beside the number.
 pytestmark = pytest.mark.filterwarnings("ignore:all samples of .* are in one group")
@@ -49,9 +48,9 @@ def test_predictions__are_those_of_the_model(is_there: bool) -> None:
     np.testing.assert_allclose(table["probability"], np.where(is_known, p.max(1), np.nan), 1e-5)
     training = new_targets.samples(new_targets.N, 0)
     p = new_targets.probabilities(training.image.values)
-    readings = explorer.training.readings([*range(new_targets.N)])
+    cards = explorer.training.cards(explorer.training.metadata)
     is_sure = p[np.arange(len(p)), training.label] >= 0.5
-    read = [reading["predicted"] for reading in readings]
+    read = [card["reading"]["predicted"] for card in cards]
     np.testing.assert_array_equal(read, np.where(is_there | is_sure, p.argmax(1), np.nan))
     wrong = explorer.targets.selected(View(targets_where="predicted != label"))
     assert sorted(wrong.index) == np.flatnonzero(expected != label).tolist()
@@ -105,9 +104,7 @@ def test_marks__of_many_samples(explorer: Explorer) -> None:
     assert eval(unescape(line), {"td": td}).sizes["sample"] == N - 2
 
 
-def test_pages__say_what_to_add_where_samples_are_missing(
-    explorer: Explorer, tmp_path: Path
-) -> None:
+def test_pages__say_what_to_add_where_samples_are_missing(explorer: Explorer, tmp_path) -> None:
     targets = td.save(data(M, 1), tmp_path / "targets.zarr", estimator=None, progress=False)
     alone = Session(td.explore(explorer.features, targets), View())
     assert re.search(r"trakdask explore \S*train.zarr \S*targets.zarr --samples", alone.html)

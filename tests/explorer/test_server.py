@@ -23,7 +23,7 @@ from tests.explorer.browser import served
 from tests.explorer.sessions import data
 from tests.waiting import PATIENCE_S
 from trakdask.explorer import Explorer
-from trakdask.explorer.server import server
+from trakdask.explorer.app import server
 
 
 def explorer() -> Explorer:

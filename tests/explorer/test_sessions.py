@@ -13,7 +13,7 @@ from distributed import Client, LocalCluster
 
 import trakdask as td
 from tests.explorer import test_new_targets as new_targets
-from tests.explorer.sessions import TRAK, Gate, M, N, best, cards, data, opened, show, through
+from tests.explorer.sessions import TRAK, Gate, M, N, best, cards, data, opened, show, through, wait
 from tests.waiting import PATIENCE_S
 from trakdask.explorer import Marks
 from trakdask.explorer.app import Session
@@ -29,7 +29,7 @@ def test_session__a_click_abandons_what_runs() -> None:
     before = session._thread
     session.go(View())
     gate.open()
-    session.wait(PATIENCE_S)
+    wait(session)
     assert before is not None
     before.join(PATIENCE_S)
     assert "Targets" in session.html
@@ -49,7 +49,7 @@ def test_session__ranks_training_samples_by_loss_before_it_reads_features() -> N
     assert cards(session) == by_loss[:24]
     assert "computing" in session.html
     gate.open()
-    session.wait(PATIENCE_S)
+    wait(session)
     show(session, view.replace(first=24, order="self_influence"))
     influence = td.self_influence(features, TRAK).values
     assert cards(session) == [i for i in np.argsort(-influence) if i % 2][24:]
@@ -96,7 +96,7 @@ def test_session__that_is_left_adds_no_target() -> None:
     gate.open()
     assert before is not None
     before.join(PATIENCE_S)
-    session.wait(PATIENCE_S)
+    wait(session)
     assert session.questions is explorer
     assert session.view == View()
 

@@ -6,9 +6,6 @@ The oracle is the same operation, undisturbed: what it shows, and the bytes of a
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,11 +23,10 @@ ROOT = Path(__file__).parents[2]
         *(pytest.param(name, "all", marks=pytest.mark.faults) for name in OPERATIONS),
     ],
 )
-def test_store__killed_at_every_change(tmp_path: Path, name: str, kinds: str) -> None:
+def test_store__killed_at_every_change(tmp_path: Path, run_python, name: str, kinds: str) -> None:
     """In short, at the first and the last change of each kind: chunks of an array are alike."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.faults._every_write", str(tmp_path), name, kinds]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = ("-m", "tests.faults._every_write", str(tmp_path), name, kinds)
+    printed = run_python(*command, cwd=ROOT, **environment)
     # calibrate writes least, since it finds λ as it is: a lock, two files, and the lock again.
-    assert json.loads(done.stdout.splitlines()[-1])["kills"] >= 5
+    assert json.loads(printed.splitlines()[-1])["kills"] >= 5

@@ -8,6 +8,7 @@ from pathlib import Path
 import dask
 import dask.array as da
 import numpy as np
+import pytest
 import xarray as xr
 
 import trakdask as td
@@ -79,6 +80,14 @@ def counted(features: xr.Dataset, limit: int | None = None) -> tuple[xr.Dataset,
 
     data = da.map_blocks(count, features.feature.data, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
     return features.assign(feature=(features.feature.dims, data)), calls
+
+
+def interrupted(features: xr.Dataset, store: Path, limit: int = 1, **options: object) -> list[int]:
+    """Save until a block fails, by default the second; return the calls that made blocks."""
+    broken, calls = counted(features, limit)
+    with dask.config.set(scheduler="sync"), pytest.raises(RuntimeError, match="out of budget"):
+        save(broken, store, **options)
+    return calls
 
 
 def gram(x: np.ndarray) -> np.ndarray:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-import dask
 import numpy as np
 import pytest
 import torch
@@ -13,23 +11,25 @@ import xarray as xr
 
 import trakdask as td
 from tests.laziness import raise_if_dask_computes
-from tests.storage.integers import NAMES, VALUES, A, B, assert_rows, counted, features, save
+from tests.storage.integers import (
+    NAMES,
+    VALUES,
+    A,
+    B,
+    assert_rows,
+    counted,
+    features,
+    interrupted,
+    save,
+)
 from trakdask.provenance import as_values
 
 WHOLE = slice(0, 60)
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fill(store: Path) -> None:
     """Hold the first samples at the first two checkpoints."""
-    store = tmp_path_factory.mktemp("template") / "f.zarr"
     assert_rows(save(features(A, NAMES[:2]), store), range(40), 2)
-    return store
-
-
-@pytest.fixture
-def store(template: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(template, tmp_path / "f.zarr")
 
 
 def test_append__samples(store: Path) -> None:
@@ -71,7 +71,7 @@ def test_append__checkpoint_of_all_sets_at_once(store: Path) -> None:
     """It goes on after a stop, also where one set was saved alone, and names what is missing."""
     save(features(B, NAMES[:2]), store, append_dim="sample")
     td.drop(store, where="number == 3")
-    interrupted(store, WHOLE, NAMES[2:], "checkpoint", limit=4)
+    interrupted(features(WHOLE, NAMES[2:]), store, 4, append_dim="checkpoint")
     with pytest.raises(
         td.errors.IncompleteFeaturesError,
         match=r"the samples 40:60 \(40:60\) at \['c2'\].*append_dim='checkpoint'.*all 60 samples",
@@ -144,17 +144,8 @@ def test_append__what_does_not_fit_is_refused(store: Path) -> None:
     assert_rows(td.open(store), range(60), 2)
 
 
-def interrupted(
-    store: Path, rows: slice, names: tuple[str, ...], append_dim: str, limit: int = 1
-) -> None:
-    """Append until a block fails, by default the second."""
-    given, _ = counted(features(rows, names), limit=limit)
-    with dask.config.set(scheduler="sync"), pytest.raises(RuntimeError, match="out of budget"):
-        save(given, store, append_dim=append_dim)
-
-
 def test_append__is_resumed(store: Path) -> None:
-    interrupted(store, B, NAMES[:2], "sample")
+    interrupted(features(B, NAMES[:2]), store, append_dim="sample")
     with pytest.warns(match="append_dim='sample'"):
         assert_rows(td.open(store), range(40), 2)
     xr.testing.assert_identical(
@@ -169,12 +160,12 @@ def test_append__is_resumed(store: Path) -> None:
 
 def test_append__is_given_up_for_another(store: Path) -> None:
     """Neither its blocks nor its rows in the last block are taken for parts of the other."""
-    interrupted(store, B, NAMES[:2], "sample")
+    interrupted(features(B, NAMES[:2]), store, append_dim="sample")
     assert "append" in td.verify(store, repair=True).found.item()
     assert_rows(td.open(store), range(40), 2)
     opened = save(features(slice(50, 70), NAMES[:2]), store, append_dim="sample")
     np.testing.assert_array_equal(opened.feature[40:], VALUES[50:, :, :2])
-    interrupted(store, A, NAMES[2:], "checkpoint")
+    interrupted(features(A, NAMES[2:]), store, append_dim="checkpoint")
     td.verify(store, repair=True)
     assert td.open(store).sizes == opened.sizes
 
@@ -192,7 +183,7 @@ def test_append__what_was_there_is_saved_again_before_it_is_finished(
             save(features(rows, names), store, append_dim=dim)
         monkeypatch.undo()
     else:
-        interrupted(store, rows, names, dim)
+        interrupted(features(rows, names), store, append_dim=dim)
     with pytest.warns(match=f"no unfinished append.*{dim}"):
         assert_rows(save(features(A, NAMES[:2]), store), range(40), 2)
     assert_rows(save(features(rows, names), store, append_dim=dim), range(rows.stop), len(names))
@@ -203,7 +194,7 @@ def interrupt(*_: object, **__: object) -> None:
 
 
 def test_append__other_changes_need_not_wait_for_it(store: Path) -> None:
-    interrupted(store, B, NAMES[:2], "sample")
+    interrupted(features(B, NAMES[:2]), store, append_dim="sample")
     with pytest.warns(match="no unfinished append"):
         left = td.drop(store, where=lambda ds: ds.label == 1)
     assert_rows(left, range(0, 40, 2), 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -27,16 +26,8 @@ def features(rows: slice = A, names: tuple[str, ...] = TWO) -> xr.Dataset:
     return integers(rows, names).assign_coords(animal=("sample", ANIMALS[rows]))
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    store = tmp_path_factory.mktemp("template") / "f.zarr"
+def fill(store: Path) -> None:
     save(features(), store)
-    return store
-
-
-@pytest.fixture
-def store(template: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(template, tmp_path / "f.zarr")
 
 
 def assert_coords(opened: xr.Dataset, rows: np.ndarray, **coords: np.ndarray) -> None:

@@ -40,10 +40,8 @@ def secret(rows: slice = A, names: Sequence[str] = NAMES[:2]) -> xr.Dataset:
     )
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fill(store: Path) -> None:
     """Hold 40 samples; the first five are dropped."""
-    store = tmp_path_factory.mktemp("template") / "f.zarr"
     save(features(A, NAMES[:2]), store)
     opened = td.drop(store, where=lambda ds: ds.number < 5)
     assert_rows(opened, LEFT, 2)
@@ -53,12 +51,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.testing.assert_array_equal(shown.dropped, np.arange(40) < 5)
     assert "gram" not in shown
     assert td.verify(store, checksums=True).empty
-    return store
-
-
-@pytest.fixture
-def store(template: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(template, tmp_path / "f.zarr")
 
 
 def test_drop__again_and_nothing(store: Path) -> None:
@@ -187,9 +179,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("step", ["_erase_rows", "commit", "sweep"])
-def test_erase__goes_on_where_it_was_stopped(
-    secrets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_erase__goes_on_where_it_was_stopped(secrets, tmp_path, monkeypatch, step: str) -> None:
     """Whatever is stopped, in the first call of a step or in the last, others are as they were."""
     place: Any = changes if hasattr(changes, step) else Group
     for which in (1, 2):

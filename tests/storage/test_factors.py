@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,18 +96,10 @@ def assert_scores(
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max())
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    store = tmp_path_factory.mktemp("template") / "f.zarr"
+def fill(store: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trakdask.derived.LEAST_DIM", 0)
         save(images(), store)
-    return store
-
-
-@pytest.fixture
-def store(template: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(template, tmp_path / "f.zarr")
 
 
 def test_save__factors_are_the_eigendecomposition(store: Path) -> None:
@@ -158,9 +149,7 @@ def test_save__matrices_in_single_precision_give_the_scores_of_double(
     np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
 
 
-def test_store__of_matrices_in_double_precision_keeps_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store__of_matrices_in_double_precision_keeps_them(tmp_path, monkeypatch) -> None:
     """As earlier versions wrote them, as a whole; an append of samples makes others."""
     path = tmp_path / "f.zarr"
     with monkeypatch.context() as patch:
@@ -191,9 +180,7 @@ def test_save__append_checkpoint_keeps_the_other_eigenvectors(tmp_path: Path) ->
     assert_scores(after, TARGETS)
 
 
-def test_store__of_few_columns_keeps_no_eigenvectors(
-    store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_store__of_few_columns_keeps_no_eigenvectors(store: Path, monkeypatch) -> None:
     """One that has some loses them with the next change; scores need none."""
     before = td.open(store)
     scores, chosen = td.score(before, TARGETS).compute(), before.damping.values

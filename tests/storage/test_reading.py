@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,12 +112,9 @@ MORE = simulate_features(N, 3, chunks=2, seed=1).assign_attrs(source="more")
 MORE = MORE.assign_coords(number=("sample", np.arange(N) + 5))
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    store = tmp_path_factory.mktemp("template") / "f.zarr"
+def fill(store: Path) -> None:
     td.save(FEATURES, store, progress=False)
     td.drop(store, where=lambda ds: ds.number == 1)
-    return store
 
 
 def append(store: Path) -> None:
@@ -141,14 +137,12 @@ def shown(store: Path) -> xr.Dataset:
 @pytest.mark.parametrize("change", [append, assign, drop])
 @pytest.mark.parametrize("function", ["assembled", "read_coords", "dropped_mask"])
 def test_open__while_another_writer_commits_shows_the_store_before_or_after(
-    template: Path,
-    tmp_path: Path,
+    store: Path,
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Path], None],
     function: str,
 ) -> None:
     """Its commit comes before the first call of a function that reads more than ``zarr.json``."""
-    store = shutil.copytree(template, tmp_path / "f.zarr")
     before, read = shown(store), getattr(reading, function)
 
     def overtaken(*args: object, **options: object) -> object:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import dask
 import numpy as np
 import pytest
 import torch
 import xarray as xr
-from moto.server import ThreadedMotoServer
 
 import trakdask as td
 from trakdask.files import Folder
@@ -25,23 +22,12 @@ pytestmark = [
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16)
 
 
-@pytest.fixture(scope="module")
-def options() -> Iterator[dict[str, object]]:
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    try:
-        yield {"key": "k", "secret": "s", "endpoint_url": f"http://{host}:{port}"}
-    finally:
-        server.stop()
-
-
 @pytest.fixture
-def place(options: dict[str, object], request: pytest.FixtureRequest) -> Folder:
+def place(s3: dict[str, object], request: pytest.FixtureRequest) -> Folder:
     bucket = f"s3://bucket-{abs(hash(request.node.name))}"
-    fs, path = Folder(bucket, options)._fs()
+    fs, path = Folder(bucket, s3)._fs()
     fs.mkdir(path)
-    return Folder(f"{bucket}/f.zarr", options)
+    return Folder(f"{bucket}/f.zarr", s3)
 
 
 def save(place: Folder, **more: object) -> object:

@@ -17,10 +17,9 @@ import pytest
 import torch
 import xarray as xr
 import zarr
-from distributed import Client
 
 import trakdask as td
-from tests.storage.integers import counted, save
+from tests.storage.integers import counted, interrupted, save
 from trakdask.attribution.protocol import KINDS, GramEstimator
 from trakdask.provenance import as_values
 from trakdask.storage import reading
@@ -59,12 +58,7 @@ def test_save__dimensions_in_any_order_make_the_same_store(tmp_path: Path) -> No
 
 
 def test_save__resumes_and_computes_only_what_is_missing(tmp_path: Path) -> None:
-    broken, first = counted(FEATURES, limit=2)
-    with (
-        dask.config.set(scheduler="sync"),
-        pytest.raises(RuntimeError, match="out of budget"),
-    ):
-        save(broken, tmp_path / "f.zarr")
+    first = interrupted(FEATURES, tmp_path / "f.zarr", limit=2)
     assert len(list(tmp_path.glob("f.zarr/feature/records/*"))) == len(first) == 2
     with pytest.raises(td.errors.IncompleteFeaturesError):
         td.open(tmp_path / "f.zarr")
@@ -87,9 +81,7 @@ class Shift(torch.nn.Linear):
         return torch.tanh(super().forward(x) + SHIFT["by"])
 
 
-def test_save__a_change_that_no_source_shows_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save__a_change_that_no_source_shows_is_noticed(tmp_path, monkeypatch) -> None:
     samples = td.from_arrays(
         {"image": np.ones((6, 3), "f4")}, coords={"label": [0, 1] * 3}, chunks=2
     )
@@ -131,9 +123,7 @@ def test_save__variables_that_features_have_besides(tmp_path: Path) -> None:
         save(FEATURES, tmp_path / "f.zarr")
 
 
-def test_save__runs_on_the_active_client(
-    process_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save__runs_on_the_active_client(process_client, tmp_path, monkeypatch) -> None:
     """A relative path is the notebook's, not the workers', which work elsewhere."""
     monkeypatch.chdir(tmp_path)
 
@@ -177,9 +167,7 @@ def test_save__float16(tmp_path: Path) -> None:
         save(FEATURES, tmp_path / "f.zarr")
 
 
-def test_query__reads_only_the_blocks_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_query__reads_only_the_blocks_it_needs(tmp_path, monkeypatch) -> None:
     """Top 10 of 5 targets among the samples of one source: 2 of 20 blocks, 1 of 4 of targets."""
     sources = np.where(np.arange(320) // 16 < 2, "web", "book").astype(object)
     train = simulate_features(n_samples=320, proj_dim=8, chunks=16)

@@ -22,16 +22,8 @@ FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16).assign_coords(
 )
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    store = tmp_path_factory.mktemp("template") / "f.zarr"
+def fill(store: Path) -> None:
     td.save(FEATURES, store, progress=False)
-    return store
-
-
-@pytest.fixture
-def store(template: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(template, tmp_path / "f.zarr")
 
 
 def save_and_count(store: Path) -> int:
@@ -92,9 +84,7 @@ def test_verify__chunk(
 
 
 @pytest.mark.parametrize(("name", "damage"), list(zip(DERIVED, DAMAGE * 2, strict=False)))
-def test_verify__sums(
-    tmp_path: Path, name: str, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify__sums(tmp_path, name: str, damage: Callable[[Path], None], monkeypatch) -> None:
     monkeypatch.setattr("trakdask.derived.LEAST_DIM", 0)  # eigenvectors as of many columns
     store = tmp_path / "f.zarr"
     before = save(FEATURES, store, estimator="soft").load()

@@ -303,7 +303,7 @@ def _counts(sizes: Sequence[int], k: int | None, fraction: float | None) -> list
             f"expected either k or fraction, got k={k!r} and fraction={fraction!r}; try k=10"
         )
     if fraction is not None:
-        asked = require_number("fraction", fraction, low=0, remedy="try fraction=0.05")
+        asked = require_number("fraction", fraction, remedy="try fraction=0.05")
         # 0.07 * 100 is 7.000000000000001, where nobody expects 8.
         counts = [math.ceil(round(asked * size, 9)) for size in sizes]
     else:

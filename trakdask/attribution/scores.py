@@ -418,7 +418,7 @@ def _require_options(
             f"{q=}, {level=}, {effect=}; try effect=True, level=0.9"
         )
     if effect and level is not None:
-        require_number("level", level, low=0, high=1, remedy="try level=0.9")
+        require_number("level", level, high=1, remedy="try level=0.9")
 
 
 def _sums(

@@ -58,7 +58,7 @@ def bounded(
             "expected average=True with level= or q=, since intervals are of means over "
             "checkpoints, got average=False; try leaving out either"
         )
-    level = require_number("level", level, low=0, high=1, remedy="try level=0.9")
+    level = require_number("level", level, high=1, remedy="try level=0.9")
     validate(features, ["feature", "out_to_loss"], what="features")
     if by is not None and not isinstance(by, xr.DataArray):
         names_of_groups(coords_along(features, SAMPLE), by)
@@ -71,7 +71,7 @@ def bounded(
     quantile = float(stdtrit(n - 1, (1 + level) / 2))
     # 2. Scores and bounds, and which of them are significant.
     if q is not None:
-        q = require_number("q", q, low=0, high=1, remedy="try q=0.1")
+        q = require_number("q", q, high=1, remedy="try q=0.1")
     labels, tiles, attrs = estimated(features, targets, estimator, by)
     attrs = {**attrs, "level": level}
     parts = arrays.jackknife.interval(tiles, quantile)

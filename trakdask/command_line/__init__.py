@@ -11,6 +11,5 @@ import lazy_loader
 if TYPE_CHECKING:
     from trakdask.command_line import jobs as jobs
     from trakdask.command_line import results as results
-    from trakdask.command_line import tables as tables
 
-__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, ["jobs", "results", "tables"])
+__getattr__, __dir__, __all__ = lazy_loader.attach(__name__, ["jobs", "results"])

@@ -93,7 +93,7 @@ def featurize(file: File, settings: Settings = None, debug: Debug = False) -> No
         names = [name for name in ("data", "targets") if name in values or name == "data"]
         both = cli.jobs.described_or_stored(values, names)
         for name, features in cli.jobs.saved(values, both).items():
-            _say(cli.tables.brief(features, location(values["stores"][cli.jobs.STORES[name]])))
+            _say(cli.results.brief(features, location(values["stores"][cli.jobs.STORES[name]])))
         _say_next("Rank the training samples", "top-k", file, settings)
 
 
@@ -102,7 +102,7 @@ def top_k(file: File, settings: Settings = None, debug: Debug = False) -> None:
     """Rank the training samples of each target; print the first targets, write all."""
     with _job(file, settings, debug) as values:
         ranking, path = cli.results.ranking(values)
-        output.print(cli.tables.first_targets(ranking))
+        output.print(cli.results.first_targets(ranking))
         if path is not None:
             _say(f"{path} is written")
         job = kept(values["stores"]["train"]) if settings else file
@@ -129,7 +129,7 @@ def verify(
         faults = td.verify(store, checksums=checksums, repair=repair)
         if not len(faults):
             return _say(f"{store}: no fault was found")
-        output.print(cli.tables.table(faults, f"{len(faults)} faults of {store}"))
+        output.print(cli.results.table(faults, f"{len(faults)} faults of {store}"))
         raise typer.Exit(1)
 
 

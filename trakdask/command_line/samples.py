@@ -143,7 +143,19 @@ def _from_files(
 ) -> xr.Dataset:
     """Return samples of arrays in ``.npy`` and ``.npz`` files, and metadata of them or a table."""
     loaded = _arrays("arrays", arrays)
-    metadata = _arrays("coords", coords) if isinstance(coords, Mapping) else _table(coords, loaded)
+    metadata: Any = coords
+    is_list = isinstance(coords, list) and all(isinstance(x, str) for x in coords)
+    if isinstance(coords, Mapping):
+        metadata = _arrays("coords", coords)
+    elif isinstance(coords, str) and Path(coords).suffix:
+        is_csv = coords.endswith(".csv")  # else the file may bring a shuffled index
+        metadata = _read_csv(coords) if is_csv else pd.read_parquet(coords).reset_index(drop=True)
+    elif coords is not None and not is_list:
+        names = f"[{coords}]" if coords in loaded else "metadata.csv"
+        raise TypeError(
+            "expected coords as a .csv or .parquet file of metadata, or a list of names among "
+            f"{[*loaded]}, got {shown(coords)}; try coords: {names}"
+        )
     return td.from_arrays(loaded, coords=metadata, chunks=chunks)
 
 
@@ -188,21 +200,6 @@ def _opened(path: str) -> Any:
         raise ValueError(
             f"expected a complete .npy or .npz file, got {path!r}: {err}; try np.savez"
         ) from err
-
-
-def _table(coords: Any, fields: Iterable[str | None]) -> Any:
-    """Return a table of metadata, or the names of some fields that are metadata."""
-    if coords is None or (isinstance(coords, list) and all(isinstance(x, str) for x in coords)):
-        return coords
-    if not isinstance(coords, str) or not Path(coords).suffix:
-        names = f"[{coords}]" if coords in fields else "metadata.csv"
-        raise TypeError(
-            "expected coords as a .csv or .parquet file of metadata, or a list of names among "
-            f"{[*fields]}, got {shown(coords)}; try coords: {names}"
-        )
-    if coords.endswith(".csv"):
-        return _read_csv(coords)
-    return pd.read_parquet(coords).reset_index(drop=True)  # which may bring a shuffled index
 
 
 def _from_zarr(store: str, group: str | None = None, **options: Any) -> xr.Dataset:

@@ -121,7 +121,7 @@ def require_known(values: np.ndarray) -> None:
 
 def require_fraction(name: str, value: object) -> float:
     """Return a number strictly between 0 and 1."""
-    return require_number(name, value, low=0, high=1, remedy="try 0.95 for 95 %")
+    return require_number(name, value, high=1, remedy="try 0.95 for 95 %")
 
 
 def require_fractions(values: Sequence[float]) -> list[float]:

@@ -15,20 +15,6 @@ export function render({ model }) {
     }
   }
 
-  // A message about a mark is shown for a while.
-  let forgetting
-  const say = () => {
-    remember(unanswered().filter(({ at }) => at > model.said.answered))
-    clearTimeout(forgetting)
-    const [place, { text, undo }] = [root.querySelector(".said"), model.said]
-    place.querySelector("span").textContent = text ?? ""
-    const button = place.querySelector("button")
-    button.hidden = !undo
-    button.textContent = undo > 1 ? `Undo (${undo})` : "Undo"
-    forgetting = setTimeout(() => place.matches(":hover, :focus-within") || (place.hidden = true), 20000)
-    place.hidden = !text
-  }
-
   // Marks that the server has not answered are kept by this tab, also while it loads the page again.
   const place = `trakdask ${window.location.pathname}`
   const unanswered = () => JSON.parse(window.sessionStorage.getItem(place) ?? "[]")
@@ -38,23 +24,19 @@ export function render({ model }) {
     if (model.follows_address) remember([...unanswered(), sent])
     model.send_msg(sent)
   }
-
-  const lose = () => {
-    for (const part of root.children) part.inert = true
-    const banner = Object.assign(document.createElement("div"), { className: "message error lost" })
-    banner.setAttribute("role", "alert")
-    const marks = unanswered().map(({ sample, mark, wanted }) => (
-      `${sample === undefined ? "several samples" : `sample ${sample}`} ${wanted ? "as" : "no longer as"} ${mark}`
-    ))
-    banner.textContent = "The server has stopped; nothing is kept from here on. This page goes on when it is back "
-      + "at this address. If it was started again, it has printed a new address."
-      + (marks.length ? ` Not kept yet, but sent when it is back: ${marks.join(", ")}.` : "")
-    root.prepend(banner)
-    setInterval(async () => {
-      const answer = await fetch("favicon.ico", { cache: "no-store" }).catch(() => null)
-      if (answer?.ok) window.location.reload()
-    }, 2000)
-  }
+  // A message about a mark is shown for a while.
+  let forgetting
+  model.on("said", () => {
+    remember(unanswered().filter(({ at }) => at > model.said.answered))
+    clearTimeout(forgetting)
+    const [place, { text, undo }] = [root.querySelector(".said"), model.said]
+    place.querySelector("span").textContent = text ?? ""
+    const button = place.querySelector("button")
+    button.hidden = !undo
+    button.textContent = undo > 1 ? `Undo (${undo})` : "Undo"
+    forgetting = setTimeout(() => place.matches(":hover, :focus-within") || (place.hidden = true), 20000)
+    place.hidden = !text
+  })
 
   // Only what has changed is replaced, so that what somebody types elsewhere stays.
   const update = (parent, nodes) => {
@@ -107,10 +89,6 @@ export function render({ model }) {
     button?.click()
     return Boolean(button)
   }
-  const pressMark = (key) => {
-    const card = root.getRootNode().activeElement?.closest(".card")
-    return press(`${card ? ".card:focus-within" : ".one"} button[data-key="${key}"]`)
-  }
 
   // Parameters of the address that are not part of a view, such as a token, are kept.
   const address = () => {
@@ -118,22 +96,6 @@ export function render({ model }) {
     for (const name of model.names) kept.delete(name)
     const text = [model.query, kept.toString()].filter((part) => part).join("&")
     return text ? `?${text}` : window.location.pathname
-  }
-  const explain = async (form) => {
-    const given = Object.fromEntries(new FormData(form))
-    if (given.image) given.image = await given.image.arrayBuffer()
-    left = {}
-    model.send_msg({ new: given })
-  }
-  // The chosen image is shown; one that is too large for the connection is not sent.
-  const preview = (input) => {
-    const [image, [file]] = [input.parentElement.querySelector("img"), input.files]
-    const isLarge = file?.size > Number(input.dataset.most)
-    input.setCustomValidity(isLarge ? input.title : "")
-    input.reportValidity()
-    URL.revokeObjectURL(image.src)
-    image.hidden = !file || isLarge
-    image.src = image.hidden ? "" : URL.createObjectURL(file)
   }
   // The history keeps how far a page was scrolled, and which link had the focus.
   let left = null
@@ -144,14 +106,14 @@ export function render({ model }) {
     restoring = null
     model.send_msg({ query })
   }
-  const navigate = () => {
+  model.on("query", () => {
     if (!model.follows_address || !left) return // who goes back has the address already
     const search = address()
     if (search === window.location.search) return
     window.history.replaceState(left, "")
     window.history.pushState({}, "", search)
     left = null
-  }
+  })
   // Sections come one after the other, so this is done again until the page is complete.
   const restore = () => {
     if (!restoring || address() !== window.location.search.replace(/^$/, window.location.pathname)) return
@@ -161,12 +123,6 @@ export function render({ model }) {
     if (!root.querySelector("[aria-busy=true]")) restoring = null
   }
 
-  const copy = (button) => {
-    const line = button.previousElementSibling
-    window.getSelection().selectAllChildren(line)
-    navigator.clipboard?.writeText(line.textContent) // which plain HTTP to another machine lacks
-    button.textContent = navigator.clipboard ? "Copied" : "Press Ctrl-C"
-  }
   root.addEventListener("click", (event) => {
     const button = event.target.closest("button")
     const { mark, sample, of, wanted, save, undo } = button?.dataset ?? {}
@@ -175,31 +131,50 @@ export function render({ model }) {
       sendMark({ mark, wanted: isWanted, ...(of ? { of } : { sample: Number(sample) }) })
     } else if (save) model.send_msg({ save })
     else if (undo) model.send_msg({ undo: true })
-    else if (button?.matches(".line *")) copy(button)
+    else if (button?.matches(".line *")) {
+      const line = button.previousElementSibling
+      window.getSelection().selectAllChildren(line)
+      navigator.clipboard?.writeText(line.textContent) // which plain HTTP to another machine lacks
+      button.textContent = navigator.clipboard ? "Copied" : "Press Ctrl-C"
+    }
     const link = event.target.closest("a[href^='?']")
     if (!link || event.button || event.ctrlKey || event.metaKey || event.shiftKey) return
     event.preventDefault()
     go(link.getAttribute("href"))
     if (!link.closest(".orders, .bars, .facets, dl, thead")) window.scrollTo(0, 0)
   })
-  root.addEventListener("submit", (event) => {
+  root.addEventListener("submit", async (event) => {
     event.preventDefault()
-    if ("new" in event.target.dataset) explain(event.target)
-    else go(`?${new URLSearchParams(new FormData(event.target))}`)
+    const data = new FormData(event.target)
+    if ("new" in event.target.dataset) {
+      const given = Object.fromEntries(data)
+      if (given.image) given.image = await given.image.arrayBuffer()
+      left = {}
+      model.send_msg({ new: given })
+    } else go(`?${new URLSearchParams(data)}`)
   })
   root.addEventListener("change", ({ target }) => {
-    const { name, value, dataset: { mark, sample } } = target
+    const { name, value, files, dataset: { mark, sample, most } } = target
     if (mark) sendMark({ mark, sample: Number(sample), wanted: true, [name]: value })
     else if (target.matches("select")) target.form.requestSubmit()
-    else if (target.files) preview(target)
+    else if (files) {
+      // The chosen image is shown; one that is too large for the connection is not sent.
+      const image = target.parentElement.querySelector("img")
+      const isLarge = files[0]?.size > Number(most)
+      target.setCustomValidity(isLarge ? target.title : "")
+      target.reportValidity()
+      URL.revokeObjectURL(image.src)
+      image.hidden = !files.length || isLarge
+      image.src = image.hidden ? "" : URL.createObjectURL(files[0])
+    }
   })
-  const save = () => {
+  model.on("saved", () => {
     for (const [name, content] of Object.entries(model.saved)) {
       const href = URL.createObjectURL(new Blob([content])) // a text or bytes
       Object.assign(document.createElement("a"), { href, download: name }).click()
       URL.revokeObjectURL(href)
     }
-  }
+  })
   const back = (event) => {
     left = null
     model.send_msg({ query: window.location.search })
@@ -211,8 +186,10 @@ export function render({ model }) {
     let isUsed = false
     if (event.ctrlKey || event.metaKey) isUsed = event.key === "z" && press("button[data-undo]:not([hidden])")
     else if (event.key.startsWith("Arrow")) isUsed = move(event.key)
-    else if ("123".includes(event.key)) isUsed = pressMark(event.key)
-    else if ("np".includes(event.key)) isUsed = press(`main a[rel=${event.key === "n" ? "next" : "prev"}]`)
+    else if ("123".includes(event.key)) {
+      const card = root.querySelector(".card:focus-within")
+      isUsed = press(`${card ? ".card:focus-within" : ".one"} button[data-key="${event.key}"]`)
+    } else if ("np".includes(event.key)) isUsed = press(`main a[rel=${event.key === "n" ? "next" : "prev"}]`)
     if (isUsed) event.preventDefault()
   }
   const keys = model.follows_address ? window : root
@@ -220,7 +197,22 @@ export function render({ model }) {
   if (model.follows_address) {
     window.addEventListener("popstate", back)
     window.history.scrollRestoration = "manual"
-    model.document.on_event("connection_lost", lose)
+    model.document.on_event("connection_lost", () => {
+      for (const part of root.children) part.inert = true
+      const banner = Object.assign(document.createElement("div"), { className: "message error lost" })
+      banner.setAttribute("role", "alert")
+      const marks = unanswered().map(({ sample, mark, wanted }) => (
+        `${sample === undefined ? "several samples" : `sample ${sample}`} ${wanted ? "as" : "no longer as"} ${mark}`
+      ))
+      banner.textContent = "The server has stopped; nothing is kept from here on. This page goes on when it is back "
+        + "at this address. If it was started again, it has printed a new address."
+        + (marks.length ? ` Not kept yet, but sent when it is back: ${marks.join(", ")}.` : "")
+      root.prepend(banner)
+      setInterval(async () => {
+        const answer = await fetch("favicon.ico", { cache: "no-store" }).catch(() => null)
+        if (answer?.ok) window.location.reload()
+      }, 2000)
+    })
     document.body.style.margin = "0"
     document.documentElement.style.colorScheme = "light dark"
     document.body.style.background = "light-dark(#ffffff, #16181c)"
@@ -231,9 +223,6 @@ export function render({ model }) {
   })
   model.on("html", draw)
   model.on("marked", mark)
-  model.on("said", say)
-  model.on("saved", save)
-  model.on("query", navigate)
   draw()
   model.send_msg({ shown: true })
   if (model.follows_address) unanswered().forEach((message) => model.send_msg(message))

@@ -65,7 +65,15 @@ class Computation:
         """Return what ``dask.compute`` returns, unless the computation is abandoned."""
         self.require_wanted()
         if (client := active_client()) is not None:
-            return self._on_cluster(client, lazy)
+            from distributed import futures_of
+
+            results = client.compute(list(lazy))
+            futures = futures_of(results)  # numpy stays numpy
+            try:
+                self.wait(futures)
+                return tuple(client.gather(results))
+            finally:
+                _release(futures)
         if dask.config.get("scheduler", None) is not None:  # synchronous, or somebody's own
             return dask.compute(*lazy)
         watch = (None, None, self.require_wanted, self._after_task, None)
@@ -73,17 +81,6 @@ class Computation:
         with one_blas_thread():
             # The function, because dask would import distributed for the name of a scheduler.
             return dask.compute(*lazy, scheduler=threaded.get, callbacks=[watch])
-
-    def _on_cluster(self, client: Client, lazy: tuple[Any, ...]) -> tuple[Any, ...]:
-        from distributed import futures_of
-
-        results = client.compute(list(lazy))
-        futures = futures_of(results)  # numpy stays numpy
-        try:
-            self.wait(futures)
-            return tuple(client.gather(results))
-        finally:
-            _release(futures)
 
     def wait(self, futures: Sequence[Future[Any]]) -> None:
         """Wait until futures have a result or an error, unless the computation is abandoned.
@@ -112,8 +109,11 @@ def one_blas_thread() -> Iterator[None]:
     Another thread sets and lifts the limit, because threadpoolctl heeds only the thread that set
     it, and the last to leave need not be the first that came.
     """
+    from threadpoolctl import threadpool_limits  # optional dependency
+
     with _LOCK:
-        _INSIDE.append(_INSIDE[0] if _INSIDE else _LIMITING.submit(_limit_to_one_thread).result())
+        limit = _INSIDE[0] if _INSIDE else _LIMITING.submit(threadpool_limits, 1, "blas").result()
+        _INSIDE.append(limit)
     try:
         yield
     finally:
@@ -121,12 +121,6 @@ def one_blas_thread() -> Iterator[None]:
             limit = _INSIDE.pop()
             if not _INSIDE:
                 _LIMITING.submit(limit.restore_original_limits).result()
-
-
-def _limit_to_one_thread() -> Any:
-    from threadpoolctl import threadpool_limits  # optional dependency
-
-    return threadpool_limits(1, "blas")
 
 
 _LOCK, _LIMITING = threading.Lock(), ThreadPoolExecutor(1, thread_name_prefix="trakdask-blas")

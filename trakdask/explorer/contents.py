@@ -63,10 +63,7 @@ class Contents:
 
         ``brief`` leaves out everything but the first image or text. Reads these samples only.
         """
-        stored = iter(self._stored([i for i in positions if i not in self.added], brief=brief))
-        return [self.added[i] if i in self.added else next(stored) for i in positions]
-
-    def _stored(self, positions: Sequence[int], *, brief: bool) -> list[str]:
+        # 1. Which variables show something.
         names = [str(n) for n, v in self.samples.data_vars.items() if v.dims[:1] == (SAMPLE,)]
         kinds = {name: self._kind(name) for name in names}
         if brief:
@@ -74,12 +71,14 @@ class Contents:
             names = [name for name in ranked[:1] if kinds[name] != "numbers"]
         elif "tokens" in kinds.values():  # whose masks are no content
             names = [n for n in names if kinds[n] != "numbers" or "mask" not in n.lower()]
-        if not names or not positions:
-            return [""] * len(positions)
-        chosen = self.samples[names].isel({SAMPLE: np.asarray(positions)})
-        values = compute(*(chosen[name].variable.data for name in names))
-        columns = [self._contents(n, kinds[n], x) for n, x in zip(names, values, strict=True)]
-        return ["".join(row) for row in zip(*columns, strict=True)]
+        # 2. Those of the samples that are stored, beside the contents that were added.
+        html, stored = dict(self.added), [i for i in positions if i not in self.added]
+        if names and stored:
+            chosen = self.samples[names].isel({SAMPLE: np.asarray(stored)})
+            values = compute(*(chosen[name].variable.data for name in names))
+            columns = [self._contents(n, kinds[n], x) for n, x in zip(names, values, strict=True)]
+            html |= zip(stored, map("".join, zip(*columns, strict=True)), strict=True)
+        return [html.get(i, "") for i in positions]
 
     def _kind(self, name: str) -> str:
         """Return how a variable is shown; from its shape and dtype, without reading it."""
@@ -122,8 +121,10 @@ class Contents:
             with suppress(Exception):  # what a tokenizer cannot decode is no text
                 texts = ["".join(token_texts(self.text)(row)) for row in values.tolist()]
         if texts is None:
-            texts = [f"{name}: {_numbers(value)}" for value in values]
-            return [f'<p class="numbers">{escape(text)}</p>' for text in texts]
+            rows = np.asarray(values).reshape(len(values), -1)
+            more = f", … ({rows.shape[1]:,} numbers)" if rows.shape[1] > _MOST_NUMBERS else ""
+            texts = [", ".join(f"{x:.4g}" for x in row[:_MOST_NUMBERS]) + more for row in rows]
+            return [f'<p class="numbers">{escape(f"{name}: {text}")}</p>' for text in texts]
         most = _MOST_CHARACTERS
         texts = [text if len(text) <= most else f"{text[:most]}…" for text in texts]
         return [f'<p class="text">{escape(text)}</p>' for text in texts]
@@ -140,9 +141,3 @@ def data_url(image: np.ndarray, cmap: str = "gray", low: float = 0, high: float 
     high = high if high > low else low + 1
     imsave(buffer, np.nan_to_num(image), format="png", cmap=cmap, vmin=low, vmax=high)
     return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"
-
-
-def _numbers(value: np.ndarray) -> str:
-    flat = np.asarray(value).ravel()
-    first = ", ".join(f"{number:.4g}" for number in flat[:_MOST_NUMBERS])
-    return f"{first}, … ({flat.size:,} numbers)" if flat.size > _MOST_NUMBERS else first

@@ -56,11 +56,7 @@ class Explorer(Questions):
         return found
 
     def serve(
-        self,
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        announce: Callable[[str], object] = print,
+        self, *, host: str = "127.0.0.1", port: int = 0, announce: Callable[[str], object] = print
     ) -> None:
         """Serve the explorer to browsers until Ctrl-C, or the end of the process.
 
@@ -85,7 +81,7 @@ class Explorer(Questions):
         OSError
             If this machine has no such address, or the port is taken.
         """
-        from trakdask.explorer.server import server  # optional dependency
+        from trakdask.explorer.app import server  # optional dependency
 
         listening, url = server(self.app, host=host, port=port)
         announce(url)

@@ -16,12 +16,11 @@ from markupsafe import Markup
 
 from trakdask._version import __version__
 from trakdask.errors import BlockError, IncompleteFeaturesError
-from trakdask.explorer.conditions import has_terms, is_name, toggled
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.new_targets import MOST_BYTES
-from trakdask.explorer.scorer import LEVEL
+from trakdask.explorer.questions import LEVEL
 from trakdask.explorer.tables import records
-from trakdask.explorer.view import LISTS, ROWS
+from trakdask.explorer.view import LISTS, ROWS, has_terms, is_name, toggled
 from trakdask.plots.figures import decimals
 
 _FOLDER = Path(__file__).parent

@@ -287,31 +287,25 @@ class Marks:
                     naming(self.path, "try another file"),
                     lock(self._folder, "mark samples", name) as require_held,
                 ):
-                    return self._write(of, require_held)
+                    # 1. What others have written since is the table that is changed.
+                    before = self.table()
+                    if before[SAMPLE].dtype.kind == "i":
+                        self._require_same_samples(before.attrs)
+                    marks = before.set_index([SAMPLE, "mark"]).to_dict("index")
+                    # 2. Only differences count, and can be undone.
+                    wanted = {key: x for key, x in of(marks).items() if marks.get(key) != x}
+                    if wanted:
+                        after = _table({k: x for k, x in (marks | wanted).items() if x is not None})
+                        after.attrs = before.attrs if len(before) else self._rows_of
+                        # 3. Nobody may have taken the lock away, who would write at the same time.
+                        require_held()
+                        self._folder.write(self._name, after.to_parquet(index=False))
+                        self._done.append({k: (marks.get(k), x) for k, x in wanted.items()})
+                    return len(wanted)
             except StoreBusyError:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_LOOKED_EVERY_S)
-
-    def _write(
-        self, of: Callable[[dict[Any, Any]], dict[Any, Any]], require_held: Callable[[], None]
-    ) -> int:
-        # 1. What others have written since is the table that is changed.
-        before = self.table()
-        if before[SAMPLE].dtype.kind == "i":
-            self._require_same_samples(before.attrs)
-        marks = before.set_index([SAMPLE, "mark"]).to_dict("index")
-        # 2. Only differences count, and can be undone.
-        changes = {k: (marks.get(k), new) for k, new in of(marks).items() if marks.get(k) != new}
-        if changes:
-            changed = marks | {key: new for key, (_, new) in changes.items()}
-            after = _table({key: texts for key, texts in changed.items() if texts is not None})
-            after.attrs = before.attrs if len(before) else self._rows_of
-            # 3. Nobody may have taken the lock away, who would write at the same time.
-            require_held()
-            self._folder.write(self._name, after.to_parquet(index=False))
-            self._done.append(changes)
-        return len(changes)
 
 
 def _keys(samples: Any, mark: str) -> list[tuple[int | str, str]]:

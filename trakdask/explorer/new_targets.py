@@ -90,8 +90,20 @@ class TargetMaker:
             If the features are not made as the training samples' features.
         """
         variables, html = self._content(content)
-        texts = {name: content.get(name, "").strip() for name in self.numbers}
-        typed = {name: _number(name, text) for name, text in texts.items() if text}
+        # 1. Numbers, each alone or several with commas between them.
+        typed: dict[str, Any] = {}
+        for name in self.numbers:
+            if not (text := content.get(name, "").strip()):
+                continue
+            try:
+                values = np.array([float(number) for number in text.split(",")])
+            except ValueError:
+                values = np.array(np.nan)
+            if not (np.abs(values) < 2**53).all():  # above, not all integers are floats
+                raise ValueError(f"The {name} must be a number, not {text!r:.60}.")
+            whole = values.astype(np.int64) if (values == np.trunc(values)).all() else values
+            typed[name] = whole if "," in text else whole[0]
+        # 2. A class that was left out is the one that the model predicts.
         arrays = {n: x[None] for n, x in variables.items()}
         if self.finds_class and arrays:
             name, p = self.numbers[0], self.probabilities(td.from_arrays(arrays))[0]
@@ -99,6 +111,7 @@ class TargetMaker:
             if label.ndim or label not in range(len(p)):
                 most = len(p) - 1
                 raise ValueError(f"The {name} must be a whole number from 0 to {most}.")
+        # 3. Its features.
         arrays |= {n: x[None] for n, x in typed.items()}
         coords = {name: arrays.pop(name) for name, x in typed.items() if not x.ndim}
         samples = td.from_arrays(arrays, coords=coords)
@@ -239,15 +252,3 @@ def _array(name: str, value: Any) -> np.ndarray:
             f"expected numbers in {name!r}, got {shown(value)}; try returning an array of them"
         )
     return array.astype(np.float32) if array.dtype == np.float64 else array
-
-
-def _number(name: str, text: str) -> np.ndarray:
-    """Return a number, or several with commas between them."""
-    try:
-        numbers = np.array([float(number) for number in text.split(",")])
-    except ValueError:
-        numbers = np.array(np.nan)
-    if not (np.abs(numbers) < 2**53).all():  # above, not all integers are floats
-        raise ValueError(f"The {name} must be a number, not {text!r:.60}.")
-    whole = numbers.astype(np.int64) if (numbers == np.trunc(numbers)).all() else numbers
-    return whole if "," in text else whole[0]

@@ -16,11 +16,10 @@ import pandas as pd
 from markupsafe import Markup, escape
 
 import trakdask as td
-from trakdask.explorer.conditions import condition_mask
 from trakdask.explorer.html import LIVE, STYLE, count, plain_message, render, value
 from trakdask.explorer.marks import KINDS
 from trakdask.explorer.questions import Questions
-from trakdask.explorer.view import View
+from trakdask.explorer.view import View, condition_mask
 from trakdask.plots.figures import decimals
 
 _FIELDS = {
@@ -207,18 +206,12 @@ def _bars(questions: Questions, view: View, table: pd.DataFrame, what: str) -> s
     They are effects on something, which ``what`` says in words. Without it these are sums of
     scores, or of many targets shares.
     """
-    half = _MOST_GROUPS // 2
-    ends = table if len(table) <= _MOST_GROUPS else pd.concat([table[:half], table[-half:]])
-    sentences = _sentences(table, view.group_by, what) if what else []
-    return render("groups", questions, view, ends, len(table) - len(ends), what, sentences)
-
-
-def _sentences(table: pd.DataFrame, by: str, what: str) -> list[str]:
-    """Return in words the effects of the groups at both ends, and how many are of unknown sign."""
-    is_sure, sentences = table["score"].abs() > table["spread"], []
+    by, sentences = view.group_by, []
+    # 1. In words the effects of the groups at both ends, and how many are of unknown sign.
+    is_sure = table["score"].abs() > table["spread"]
     for sign, way in ((1, "lower"), (-1, "higher")):
         found = table[is_sure & (sign * table["score"] > 0)]
-        if found.empty:
+        if found.empty or not what:
             continue
         row = found.iloc[int((sign * found["score"]).argmax())]
         effect, half = abs(row["score"]), row["spread"]
@@ -227,12 +220,14 @@ def _sentences(table: pd.DataFrame, by: str, what: str) -> list[str]:
         name = f"{by} {value(row[by])}"
         sentences.append(f"Without {name}, {what} would be {middle} {way} ({low} to {high}).")
     unsure = table.loc[~is_sure & table["score"].notna(), by]
-    if len(unsure):
-        effects = f"effects of {count(len(unsure), 'group')}"
+    if what and len(unsure):
         one = f"effect of {by} {value(unsure.iloc[0])}"
-        name = one if len(unsure) == 1 else effects
+        name = one if len(unsure) == 1 else f"effects of {count(len(unsure), 'group')}"
         sentences.append(f"The {name} cannot be told from zero.")
-    return sentences
+    # 2. Bars of the first and the last groups.
+    half = _MOST_GROUPS // 2
+    ends = table if len(table) <= _MOST_GROUPS else pd.concat([table[:half], table[-half:]])
+    return render("groups", questions, view, ends, len(table) - len(ends), what, sentences)
 
 
 # ---------------------------------------------------------------------------- training samples

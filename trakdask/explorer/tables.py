@@ -12,9 +12,8 @@ import pandas as pd
 import xarray as xr
 
 from trakdask.explorer.computing import compute
-from trakdask.explorer.conditions import condition_mask, is_name, joined, without
 from trakdask.explorer.contents import NO_CONTENTS, Contents
-from trakdask.explorer.view import View
+from trakdask.explorer.view import View, condition_mask, is_name, joined, without
 from trakdask.variables import CHECKPOINT, OUTPUT, SAMPLE, coords_along
 
 _MOST_GROUPS = 1000
@@ -73,11 +72,17 @@ class SampleTable:
         # 1. Metadata, with the new column if this is the first.
         ds, table, new = self.features, self.metadata, new.assign_coords({_NEW: (SAMPLE, [True])})
         table = table if _NEW in table else table.assign(**{_NEW: False})
-        coords = {n: (SAMPLE, _with_one_more(table[n].to_numpy(), new.get(n))) for n in table}
+        empty: dict[str, Any] = {"M": np.datetime64("NaT"), "m": np.timedelta64("NaT"), "b": False}
+        empty |= dict.fromkeys("iuf", np.nan)
+        coords: dict[Any, Any] = {CHECKPOINT: ds[CHECKPOINT]}
+        for n in table:
+            values = table[n].to_numpy()
+            one: Any = new[n].values if n in new else empty.get(values.dtype.kind, "")
+            coords[n] = SAMPLE, np.append(values, one)
         # 2. The arrays that scores need.
         both = {n: (ds[n].variable, new[n].variable.astype(ds[n].dtype)) for n in _ARRAYS}
         data = {name: xr.Variable.concat(pair, SAMPLE) for name, pair in both.items()}
-        features = xr.Dataset(data, {**coords, CHECKPOINT: ds[CHECKPOINT]}, ds.attrs)
+        features = xr.Dataset(data, coords, ds.attrs)
         # 3. Its content.
         added = {**self.contents.added, len(self.metadata): html}
         contents = replace(self.contents, added=added)
@@ -179,23 +184,21 @@ class SampleTable:
                 found[:, unsure] = probabilities.argmax(axis=1), probabilities.max(axis=1)
         return pd.DataFrame({"label": label, "p": p, **dict(zip(_PREDICTIONS, found, strict=True))})
 
-    def readings(self, positions: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the rows of :meth:`predictions`, empty for other models and failed samples."""
-        if not self.label or not len(positions):
-            return [{}] * len(positions)
-        found = self.predictions(np.asarray(positions))
-        return [x if np.isfinite(x["p"]) else {} for x in records(found)]
-
     def cards(self, table: pd.DataFrame, *, brief: bool = False) -> list[dict[str, Any]]:
         """Return what is shown of the samples whose positions are the index of a table.
 
-        Each has its ``position``, ``content``, ``reading``, ``facts``, which are its metadata, and
-        ``row`` of the table.
+        Each has its ``position``, ``content``, ``reading``, a row of :meth:`predictions`, which is
+        empty for other models and failed samples, ``facts``, which are its metadata, and ``row`` of
+        the table.
         """
         positions = table.index.tolist()
+        readings: list[dict[str, Any]] = [{}] * len(table)
+        if self.label and positions:
+            found = records(self.predictions(np.asarray(positions)))
+            readings = [x if np.isfinite(x["p"]) else {} for x in found]
         columns = {
             "content": self.contents.html(positions, brief=brief),
-            "reading": self.readings(positions),
+            "reading": readings,
             "facts": records(self.metadata.loc[positions]),
             "row": records(table),
         }
@@ -335,10 +338,3 @@ def facets(
             most = most.sort_index()
         listed[name] = most, len(counts) - len(most)
     return listed
-
-
-def _with_one_more(values: np.ndarray, more: xr.DataArray | None) -> np.ndarray:
-    if more is not None:
-        return np.append(values, more.values)
-    missing: dict[str, Any] = {"M": np.datetime64("NaT"), "m": np.timedelta64("NaT"), "b": False}
-    return np.append(values, (missing | dict.fromkeys("iuf", np.nan)).get(values.dtype.kind, ""))

@@ -28,15 +28,9 @@ from trakdask.arrays.graphs import bounds, graph_of, plain
 from trakdask.checks import shown
 from trakdask.errors import StoreMismatchError, warn_once
 from trakdask.files import Folder
+from trakdask.storage import unfinished
 from trakdask.storage.group import ERROR, SCALE, Group
 from trakdask.storage.reading import dropped_mask, from_half
-from trakdask.storage.unfinished import (
-    missing_blocks,
-    numbers_of,
-    starts,
-    stored_records,
-    write_record,
-)
 from trakdask.variables import (
     CHECKPOINT,
     FITTED,
@@ -134,7 +128,7 @@ def save_blocks(
             {n: x.where(shown, _NOTHING.get(str(n), np.nan)) for n, x in features.data_vars.items()}
         )
     # 3. In blocks of the store. The first one is partial if it begins within a chunk.
-    edges = [*starts(rows, before.block), rows.stop]
+    edges = [*unfinished.starts(rows, before.block), rows.stop]
     sizes = tuple(np.diff(edges).tolist())
     chunked = features.chunk({SAMPLE: sizes, PROJ_DIM: -1, CHECKPOINT: 1})
     blocks = {str(name): plain(variable.data) for name, variable in chunked.data_vars.items()}
@@ -143,8 +137,10 @@ def save_blocks(
     total = len(sizes) * len(columns)
 
     def count() -> int:
-        records = stored_records(before)
-        return total - sum(len(missing_blocks(before, rows, c, records)) for c in columns)
+        records = unfinished.stored_records(before)
+        return total - sum(
+            len(unfinished.missing_blocks(before, rows, c, records)) for c in columns
+        )
 
     with bars.polled_bar(f"save {before.folder.name}", total, count, show=progress):
         for position, index in enumerate(columns):
@@ -178,7 +174,7 @@ def _missing(
 
     ``blocks`` are the arrays that are stored, by name, in blocks of the store.
     """
-    todo = missing_blocks(before, rows, index, stored_records(before))
+    todo = unfinished.missing_blocks(before, rows, index, unfinished.stored_records(before))
     if not todo:
         return None
     is_half = SCALE in before.arrays
@@ -218,35 +214,33 @@ def _write_block(
     began, (here,) = time.time(), part
     rows = slice(offset + here.start, offset + here.stop)
     values = dict(zip(names, map(block_of, blocks), strict=True))
-    _warn_of_outliers(values[NORM][:, 0], rows.start)
-    if is_half:
-        values["feature"], values[SCALE] = encoded(values["feature"])
-    feature[rows, :, index : index + 1] = values.pop("feature")
-    record = {name: value[:, 0] for name, value in values.items()}
-    write_record(folder, (rows.start, index), record)
-    _log.info(
-        "samples %d:%d of checkpoint %d were stored by %s in %.2f s",
-        rows.start, rows.stop, index, socket.gethostname(), time.time() - began,
-    )  # fmt: skip
-    return np.ones((1, 1), bool)
-
-
-def _warn_of_outliers(norm: np.ndarray, start: int) -> None:
-    """Warn of rows whose features are far longer than the median of their block."""
+    # 1. A feature that is far longer than the median of its block spoils the scores of all.
+    norm = values[NORM][:, 0]
     finite = norm[np.isfinite(norm)]
     median = np.median(finite) if len(finite) >= _ENOUGH_ROWS else 0.0
-    rows = np.flatnonzero(np.isfinite(norm) & (norm > _LONGEST**2 * median) & (median > 0))
-    if len(rows):
+    long = np.flatnonzero(np.isfinite(norm) & (norm > _LONGEST**2 * median) & (median > 0))
+    if len(long):
         warn_once(
             "long features",
             f"expected features of similar length, got features of the samples "
-            f"{shown((start + rows).tolist())} that are up to "
-            f"{np.sqrt(norm[rows].max() / median):.0f} times as long as the median of their block. "
+            f"{shown((rows.start + long).tolist())} that are up to "
+            f"{np.sqrt(norm[long].max() / median):.0f} times as long as the median of their block. "
             "They make λ too large for the scores of all samples. If there is a fault in them, try "
             "td.drop(store, where=lambda ds: (ds.feature_norm > "
             f"{_LONGEST**2} * ds.feature_norm.median('sample')).any('checkpoint'))",
             warn_client,
         )
+    # 2. Features, and then the record.
+    if is_half:
+        values["feature"], values[SCALE] = encoded(values["feature"])
+    feature[rows, :, index : index + 1] = values.pop("feature")
+    record = {name: value[:, 0] for name, value in values.items()}
+    unfinished.write_record(folder, (rows.start, index), record)
+    _log.info(
+        "samples %d:%d of checkpoint %d were stored by %s in %.2f s",
+        rows.start, rows.stop, index, socket.gethostname(), time.time() - began,
+    )  # fmt: skip
+    return np.ones((1, 1), bool)
 
 
 def save_sums(
@@ -319,13 +313,13 @@ def _last_block(
     before: Group, names: Sequence[str], rows: range
 ) -> tuple[range, int, dict[str, np.ndarray]] | None:
     """Return the last block of some checkpoints without failures: rows, checkpoint, its numbers."""
-    records = stored_records(before)
+    records = unfinished.stored_records(before)
     columns = [i for i, name in enumerate(before.target().checkpoints) if name in names]
-    edges = [*starts(rows, before.block), rows.stop]
+    edges = [*unfinished.starts(rows, before.block), rows.stop]
     for start, stop in reversed([*itertools.pairwise(edges)]):
         for index in reversed(columns):
             if before.counts(start, index) or (start, index) in records:
-                values = numbers_of(before, range(start, stop), index, records)
+                values = unfinished.numbers_of(before, range(start, stop), index, records)
                 if np.isfinite(values["out_to_loss"][_shown(before, range(start, stop))]).all():
                     return range(start, stop), index, values
     return None

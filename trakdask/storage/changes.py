@@ -208,6 +208,7 @@ def erase_dropped(group: Group) -> None:
     dropped, before = dropped_mask(group), copy.deepcopy(group)
     if not dropped.any():
         return
+    # 1. Features.
     feature, block = group.array("feature"), group.block
     bounds = [(start, min(start + block, len(dropped))) for start in range(0, len(dropped), block)]
     tasks = [
@@ -217,9 +218,20 @@ def erase_dropped(group: Group) -> None:
         for index in range(len(group.checkpoints))
     ]
     run(lambda: tasks, retries=0)
+    # 2. Numbers.
     pack(before, group, dropped)
+    # 3. Coords, in which dropped samples then have a value that says nothing.
     coords = read_coords(group, {*group.coords} - {CHECKPOINT, DROPPED})
-    group.write_variables({n: _erased(c, dropped) for n, c in coords.items() if SAMPLE in c.dims})
+    erased: dict[str, xr.Variable] = {}
+    for name, coord in coords.items():
+        if SAMPLE in coord.dims:
+            nothing: dict[str, Any] = {"f": np.nan, "T": "", "U": "", "O": ""}
+            times = np.array("NaT", coord.dtype) if coord.dtype.kind in "mM" else 0
+            values = coord.values.copy()
+            gone = tuple(dropped if dim == SAMPLE else slice(None) for dim in coord.dims)
+            values[gone] = nothing.get(coord.dtype.kind, times)
+            erased[name] = xr.Variable(coord.dims, values, coord.attrs)
+    group.write_variables(erased)
     group.attrs["erased"] = True  # so that no later call of save brings any of them back
 
 
@@ -229,16 +241,6 @@ def _erase_rows(feature: zarr.Array[Any], rows: slice, index: int, gone: np.ndar
     if not np.isnan(values[gone]).all():
         values[gone] = np.nan
         feature[region] = values
-
-
-def _erased(coord: xr.Variable, dropped: np.ndarray) -> xr.Variable:
-    """Return a coord in which dropped samples have a value that says nothing."""
-    nothing: dict[str, Any] = {"f": np.nan, "T": "", "U": "", "O": ""}
-    times = np.array("NaT", coord.dtype) if coord.dtype.kind in "mM" else 0
-    values = coord.values.copy()
-    rows = tuple(dropped if dim == SAMPLE else slice(None) for dim in coord.dims)
-    values[rows] = nothing.get(coord.dtype.kind, times)
-    return xr.Variable(coord.dims, values, coord.attrs)
 
 
 # ------------------------------------------------------------------------------------------ damage
@@ -293,18 +295,31 @@ def verify(
     with changing(store, storage_options, "td.verify") as group:
         faults = [*_faults(group, checksums=checksums)]
         table = _table(group, faults)
-        if "unfinished" in group.attrs:
-            _give_up(group)
+        if "unfinished" in group.attrs:  # what this append has stored is removed
+            target, n, c = group.target(), group.n_samples, len(group.checkpoints)
+            for record in stored_records(group):
+                if record[0] >= n or record[1] >= c:
+                    group.folder.remove(path_of(record))
+            del group.attrs["unfinished"]
+            for chunk in target.stored_chunks("feature"):
+                if chunk[0] >= -(-n // group.block) or chunk[-1] >= c:
+                    (group.folder / "feature").remove(group.chunk_key("feature", chunk))
         for name, index, _ in faults:
             _remove(group, name, index)
     return table
 
 
 def _table(group: Group, faults: list[tuple[str, tuple[int, ...], str]]) -> pd.DataFrame:
-    rows = [
-        (f"{name}/{group.chunk_key(name, index)}", what, *_about(group, name, index))
-        for name, index, what in faults
-    ]
+    """Return faults with block and checkpoint of their chunks, and how to restore these."""
+    rows = []
+    for name, index, what in faults:
+        block, checkpoint, remedy = -1, -1, f"td.assign_coords(store, {{{name!r}: values}})"
+        if name in (*group.features, *FITTED, *DERIVED):
+            block = index[0] if name == "feature" else -1
+            checkpoint, remedy = index[-1], _REMEDY
+        elif name == DROPPED:
+            remedy = f"{_REPAIR}, which shows all samples, then td.drop(store, ...)"
+        rows.append((f"{name}/{group.chunk_key(name, index)}", what, block, checkpoint, remedy))
     if "unfinished" in group.attrs:
         rows.append(("", about_unfinished(group), -1, -1, "the same td.save(...) again"))
     return pd.DataFrame(rows, columns=["path", "found", "block", "checkpoint", "remedy"])
@@ -335,17 +350,6 @@ def _damage(array: zarr.Array[Any], index: tuple[int, ...]) -> str:
     return ""
 
 
-def _about(group: Group, name: str, index: tuple[int, ...]) -> tuple[int, int, str]:
-    """Return block and checkpoint of a chunk, -1 for none, and how to restore it."""
-    if name == "feature":
-        return index[0], index[-1], _REMEDY
-    if name in (*group.numbers, *FITTED, *DERIVED):
-        return -1, index[-1], _REMEDY
-    if name == DROPPED:
-        return -1, -1, f"{_REPAIR}, which shows all samples, then td.drop(store, ...)"
-    return -1, -1, f"td.assign_coords(store, {{{name!r}: values}})"
-
-
 def _remove(group: Group, name: str, index: tuple[int, ...]) -> None:
     """Remove a chunk, and let the store know which blocks it lacks."""
     if name in (*group.features, *FITTED):
@@ -363,15 +367,3 @@ def _remove(group: Group, name: str, index: tuple[int, ...]) -> None:
         # The other sums would be over other samples, or of another gram matrix.
         for derived in {*DERIVED, name}:
             group.arrays.pop(derived, None)
-
-
-def _give_up(group: Group) -> None:
-    """Remove what an unfinished append has stored."""
-    target, n, c = group.target(), group.n_samples, len(group.checkpoints)
-    for start, index in stored_records(group):
-        if start >= n or index >= c:
-            group.folder.remove(path_of((start, index)))
-    del group.attrs["unfinished"]
-    for chunk in target.stored_chunks("feature"):
-        if chunk[0] >= -(-n // group.block) or chunk[-1] >= c:
-            (group.folder / "feature").remove(group.chunk_key("feature", chunk))

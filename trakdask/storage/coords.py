@@ -11,7 +11,6 @@ import pandas as pd
 import xarray as xr
 
 from trakdask.errors import StoreMismatchError
-from trakdask.samples.coords import normalise_coord
 from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, Group, kind
 from trakdask.storage.reading import read_coords
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
@@ -34,26 +33,6 @@ def require_names(names: Iterable[object]) -> None:
                 f"expected a name for the coord {name!r:.60} that a folder in a store can have, "
                 f"such as 'my_coord', and not one of {sorted(_TAKEN)}; try renaming it"
             )
-
-
-def portable_coords(coords: Mapping[Hashable, xr.Variable]) -> dict[Hashable, xr.Variable]:
-    """Return coords in memory that every reader of zarr knows, of those that are not.
-
-    Text of a fixed width has no specification in zarr v3; objects may be anything.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If one is of another kind, or has a name that its folder cannot have.
-    """
-    require_names(coords)
-    changed = {name: coord.compute() for name, coord in coords.items() if coord.chunks is not None}
-    for name, coord in {**coords, **changed}.items():
-        # Those of pandas have no char.
-        if coord.dims == (SAMPLE,) and getattr(coord.dtype, "char", "O") in "OSUV":
-            text = normalise_coord(str(name), np.asarray(coord.data), coord.size)
-            changed[name] = coord.copy(data=text)
-    return changed
 
 
 def joined_coords(

@@ -111,7 +111,7 @@ class Group:
         there = (metadata.get("consolidated_metadata") or {}).get("metadata") or {
             "feature": folder.read_json(f"feature/{METADATA}")
         }
-        if _layout(there["feature"]) != _layout(arrays["feature"]):
+        if any(of(there["feature"]) != of(arrays["feature"]) for of in (chunks_of, separator_of)):
             raise ValueError(
                 f"expected a store that td.save has written, got a copy that another program has "
                 f"written at {folder.url!r}; try xr.open_zarr({folder.url!r}), or "
@@ -242,7 +242,9 @@ class Group:
         variable = VARIABLES.get(name)
         dims = variable.dims if variable else (SAMPLE, CHECKPOINT)
         chunks = {**sizes, SAMPLE: block, CHECKPOINT: 1}
-        is_compressed = compresses(self.before[name]) if grows else name in _COMPRESSED
+        is_compressed = name in _COMPRESSED
+        if grows:
+            is_compressed = any(codec["name"] == "zstd" for codec in self.before[name]["codecs"])
         triangle = {TRIANGLE: "upper"} if is_compressed and PROJ_DIM_1 in dims else {}
         zarr.create_array(
             MemoryStore(files),
@@ -358,15 +360,6 @@ def chunks_of(metadata: dict[str, Any]) -> list[int]:
 def separator_of(metadata: dict[str, Any]) -> str:
     """Return the character between the numbers in the name of a chunk."""
     return str(metadata["chunk_key_encoding"]["configuration"]["separator"])
-
-
-def compresses(metadata: dict[str, Any]) -> bool:
-    """Return whether the chunks of an array are compressed."""
-    return any(codec["name"] == "zstd" for codec in metadata["codecs"])
-
-
-def _layout(array: dict[str, Any]) -> Any:
-    return chunks_of(array), separator_of(array)
 
 
 def lost_chunk(folder: Folder, path: str) -> IncompleteFeaturesError:

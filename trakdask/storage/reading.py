@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -158,11 +158,12 @@ def assembled(
     Samples that were dropped are left out, or with ``dropped`` marked, without the sums that do not
     cover them.
     """
-    data = {
-        name: (dims_of(array), lazy_array(group, name), _attrs(array))
-        for name in dict.fromkeys((*VARIABLES, *group.features))
-        if (array := group.arrays.get(name)) and name not in (ERROR, SCALE)
-    }
+    data = {}
+    for name in dict.fromkeys((*VARIABLES, *group.features)):
+        if (array := group.arrays.get(name)) and name not in (ERROR, SCALE):
+            # The array is whole, whatever a store has of it.
+            of_array = {key: v for key, v in array["attributes"].items() if key != TRIANGLE}
+            data[name] = dims_of(array), lazy_array(group, name), as_text(of_array)
     attrs = {key: value for key, value in group.attrs.items() if key not in STORE_ATTRS}
     names = np.array(group.checkpoints, np.dtypes.StringDType())
     ds = xr.Dataset(data, {CHECKPOINT: names, **(coords or {})}, as_text(attrs))
@@ -172,11 +173,6 @@ def assembled(
     if DROPPED in group.arrays:
         ds = ds.isel({SAMPLE: np.flatnonzero(~dropped_mask(group))})
     return ds
-
-
-def _attrs(array: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the attrs of an array, which is whole, whatever a store has of it."""
-    return as_text({key: v for key, v in array["attributes"].items() if key != TRIANGLE})
 
 
 def dropped_mask(group: Group) -> np.ndarray:
@@ -228,12 +224,9 @@ def read_coords(
         if name == ERROR:
             continue
         if rows and coord.dims == (SAMPLE,):
-            read = functools.partial(
-                _read_coord, coord, functools.partial(group.require_chunks, name)
-            )
-            coords[name] = coord._replace(
-                data=stored(read, (rows,), coord.dtype, _name(group, name))
-            )
+            read = functools.partial(_read_coord, coord, group, name)
+            data = stored(read, (rows,), coord.dtype, _name(group, name))
+            coords[name] = coord._replace(data=data)
             continue
         with _named(group.folder, name):
             coord.load()
@@ -241,11 +234,9 @@ def read_coords(
     return coords
 
 
-def _read_coord(
-    coord: xr.Variable, require_chunks: Callable[[], None], key: tuple[Any, ...]
-) -> np.ndarray:
+def _read_coord(coord: xr.Variable, group: Group, name: str, key: tuple[Any, ...]) -> np.ndarray:
     values = np.asarray(coord[key].values)
-    require_chunks()
+    group.require_chunks(name)
     return values
 
 

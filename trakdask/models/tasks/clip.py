@@ -92,7 +92,7 @@ class Clip(HtmlTable):
 
     def __post_init__(self) -> None:
         if self.temperature is not None:
-            require_number("temperature", self.temperature, low=0, remedy="try 0.07")
+            require_number("temperature", self.temperature, remedy="try 0.07")
         check_variable(self.image, "image")
         check_variable(self.text, "text")
         if self.negatives is None:  # a model with this task can compute the negatives

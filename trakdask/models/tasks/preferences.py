@@ -68,7 +68,7 @@ class Preference(HtmlTable):
     reference: tuple[str, ...] = ("ref_chosen_logps", "ref_rejected_logps")
 
     def __post_init__(self) -> None:
-        require_number("beta", self.beta, low=0, remedy="try beta=0.1")
+        require_number("beta", self.beta, remedy="try beta=0.1")
 
     @property
     def variables(self) -> tuple[str, ...]:

@@ -82,7 +82,7 @@ class Classification(ModelTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("temperature", self.temperature, low=0, remedy="try temperature=1.0")
+        require_number("temperature", self.temperature, remedy="try temperature=1.0")
         if self.weights is not None:
             weights = np.asarray(self.weights, np.float64)
             if weights.ndim != 1 or not (np.isfinite(weights) & (weights >= 0)).all():
