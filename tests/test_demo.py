@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import shlex
 import sys
+from pathlib import Path
 
 import matplotlib.image
 import pandas as pd
@@ -18,7 +19,11 @@ from trakdask.command_line.commands import app
 
 
 @pytest.mark.slow
-def test_demo__writes_what_it_says(tmp_path, monkeypatch, capsys) -> None:
+def test_demo__writes_what_it_says(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     # Fewer models, digits and dimensions, for the time; `make demo` runs it as it is.
     first = tuple(samples.isel(sample=slice(1200)) for samples in examples.mnist())
     monkeypatch.setattr(examples, "mnist", lambda **_: first)
@@ -51,7 +56,9 @@ def test_demo__writes_what_it_says(tmp_path, monkeypatch, capsys) -> None:
         assert matplotlib.image.imread(output / picture).shape[0] > 300
 
 
-def test_demo__help_runs_nothing(tmp_path, monkeypatch, capsys) -> None:
+def test_demo__help_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--help"])
     with pytest.raises(SystemExit):

@@ -68,7 +68,9 @@ NotebookClient(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(sys.arg
 @pytest.mark.parametrize(
     ("command", "code"), [("python -m trakdask init", 0), ("python -m trakdask plan none", 2)]
 )
-def test_pages__are_not_built_with_a_command_that_fails(command: str, code: int, tmp_path) -> None:
+def test_pages__are_not_built_with_a_command_that_fails(
+    command: str, code: int, tmp_path: Path
+) -> None:
     line = [sys.executable, "-c", RUN_CELL, str(DOCS / "conf.py"), f"!{command}"]
     environment = os.environ | {"PATH": os.defpath}  # in which there is another Python, or none
     done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -142,7 +142,9 @@ def given_features(chunks: int, projector, batch_size, gradients="vmap") -> xr.D
 
 
 @pytest.mark.parametrize("projector", [td.Identity(), td.Rademacher(proj_dim=77, seed=5)])
-def test_featurize__no_bit_depends_on_how_it_is_cut_or_where(projector, process_client) -> None:
+def test_featurize__no_bit_depends_on_how_it_is_cut_or_where(
+    projector, process_client: Client
+) -> None:
     names = ["feature", "output", "out_to_loss"]
     reference = given_features(N_GIVEN, projector, N_GIVEN)[names].compute(scheduler="sync")
     cuts = [(7, 3, "sync"), (16, 64, "threads"), (1, 1, "threads"), (30, "auto", process_client)]

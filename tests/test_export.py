@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from distributed import Client
 from pyarrow import parquet
 
 import trakdask as td
@@ -108,7 +109,9 @@ def test_to_parquet__ranks_without_a_sample_are_null(tmp_path: Path) -> None:
         assert (frame[name].isna() == missing).all(), name
 
 
-def test_to_parquet__on_worker_processes_says_how_it_was_made(process_client, tmp_path) -> None:
+def test_to_parquet__on_worker_processes_says_how_it_was_made(
+    process_client: Client, tmp_path: Path
+) -> None:
     top = td.top_k(td.score(*labelled()), 2)
     td.to_parquet(top, path := tmp_path / "p.parquet")
     assert read_by_pandas(path).score.tolist() == top.score.values.ravel().tolist()

@@ -48,7 +48,9 @@ def test_writing__an_error_changes_nothing(folder: Folder) -> None:
     assert folder.read("a") == b"old"
 
 
-def test_writing__a_killed_writer_leaves_a_partial_file(tmp_path, monkeypatch) -> None:
+def test_writing__a_killed_writer_leaves_a_partial_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Killed(BaseException):
         pass
 
@@ -70,7 +72,9 @@ def test_writing__a_killed_writer_leaves_a_partial_file(tmp_path, monkeypatch) -
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_writing__the_content_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch) -> None:
+def test_writing__the_content_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps, replace, fsync = [], os.replace, os.fsync
 
     def synced(descriptor: int) -> None:
@@ -120,7 +124,9 @@ def test_create__only_once(folder: Folder) -> None:
             Folder.at(f"{folder.url}/a")
 
 
-def test_create__where_no_folder_can_be_made(tmp_path, monkeypatch) -> None:
+def test_create__where_no_folder_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As below /proc; once in a while the partial file alone is gone, which is tried again."""
     write, failures = Path.write_bytes, 1
 
@@ -140,7 +146,9 @@ def test_create__where_no_folder_can_be_made(tmp_path, monkeypatch) -> None:
         folder.create("b", b"never")
 
 
-def test_location__local_paths_are_absolute_and_other_urls_unchanged(tmp_path, monkeypatch) -> None:
+def test_location__local_paths_are_absolute_and_other_urls_unchanged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     expected = str(tmp_path / "a.zarr")
@@ -173,7 +181,9 @@ ODD = (
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_folder__has_its_name_on_the_disk(tmp_path, monkeypatch, name: str) -> None:
+def test_folder__has_its_name_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     for path in (f"runs/{name}", name, Path(name), f"{name}/", f"{tmp_path}/deep/{name}"):
         folder = Folder.at(path)

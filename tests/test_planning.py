@@ -182,7 +182,9 @@ def test_plan__says_time_bytes_and_memory_first() -> None:
 
 
 @pytest.mark.parametrize("least", [0, 32])
-def test_plan__store_bytes_are_those_on_disk(least: int, tmp_path, monkeypatch) -> None:
+def test_plan__store_bytes_are_those_on_disk(
+    least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With eigenvectors and without."""
     for module in ("derived", "planning.plans"):
         monkeypatch.setattr(f"trakdask.{module}.LEAST_DIM", least)

@@ -196,7 +196,9 @@ def test_init__does_not_overwrite(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_process__that_is_killed_is_resumed_by_the_same_line(job, run, monkeypatch) -> None:
+def test_process__that_is_killed_is_resumed_by_the_same_line(
+    job: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = ("featurize", job)
     killed = subprocess.run(
         [sys.executable, "-m", "trakdask", *line], cwd=job.parent,
@@ -232,7 +234,9 @@ def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path:
 
 
 @pytest.mark.parametrize("command", ["featurize", "top-k", "evaluate"])
-def test_commands__ctrl_c_says_how_to_go_on(job: Path, run: Run, monkeypatch, command: str) -> None:
+def test_commands__ctrl_c_says_how_to_go_on(
+    job: Path, run: Run, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -244,7 +248,9 @@ def test_commands__ctrl_c_says_how_to_go_on(job: Path, run: Run, monkeypatch, co
     assert "Traceback" not in done.output
 
 
-def test_commands__cluster_that_does_not_start(job: Path, run: Run, monkeypatch) -> None:
+def test_commands__cluster_that_does_not_start(
+    job: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not by a client of Dask: one that failed to start stays behind in this process."""
 
     def failing(**_: object) -> None:
@@ -258,7 +264,9 @@ def test_commands__cluster_that_does_not_start(job: Path, run: Run, monkeypatch)
 IS_BLOCKED = "import signal; print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
 
 
-def test_running__leaves_ctrl_c_to_the_process_of_the_user(job: Path, monkeypatch) -> None:
+def test_running__leaves_ctrl_c_to_the_process_of_the_user(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A terminal sends it to all processes; a worker that got it would print a traceback.
 
     A cluster starts workers from a thread of its own, as Python's multiprocessing does.

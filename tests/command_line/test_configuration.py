@@ -62,7 +62,9 @@ def test_read__settings_are_applied_in_order(tmp_path: Path) -> None:
         ("stores: {}", ("other.x=3",), "'other'"),
     ],
 )
-def test_read__refused(tmp_path, text: str | bytes, settings: tuple[str, ...], words: str) -> None:
+def test_read__refused(
+    tmp_path: Path, text: str | bytes, settings: tuple[str, ...], words: str
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read(written(tmp_path, text), settings)
     assert words in str(caught.value)

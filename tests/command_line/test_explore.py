@@ -35,7 +35,9 @@ def saved(stores: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_explore__opens_the_address_that_it_prints(saved, run, monkeypatch, is_asked: bool) -> None:
+def test_explore__opens_the_address_that_it_prints(
+    saved: Path, run: Run, monkeypatch: pytest.MonkeyPatch, is_asked: bool
+) -> None:
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
     monkeypatch.setattr(Explorer, "serve", lambda self, *, announce, **_: announce("http://a/"))

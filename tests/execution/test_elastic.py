@@ -94,7 +94,9 @@ def retire() -> None:
     worker.loop.add_callback(worker.close_gracefully)
 
 
-def test_save__worker_retires_in_the_middle(tmp_path, expected) -> None:
+def test_save__worker_retires_in_the_middle(
+    tmp_path: Path, expected: tuple[xr.Dataset, xr.Dataset]
+) -> None:
     marker = tmp_path / "marker"
     marker.touch()
     with cluster_of(2) as (_, client):
@@ -105,7 +107,9 @@ def test_save__worker_retires_in_the_middle(tmp_path, expected) -> None:
         assert before - {*workers_of(client)}
 
 
-def test_save__workers_come_when_there_is_work(tmp_path, expected) -> None:
+def test_save__workers_come_when_there_is_work(
+    tmp_path: Path, expected: tuple[xr.Dataset, xr.Dataset]
+) -> None:
     """A worker that comes late, or after others have gone, still gets the samples and the model."""
     # Not with a patient nanny: a worker that is closed while it starts may never end by itself.
     with (

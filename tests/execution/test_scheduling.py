@@ -55,7 +55,9 @@ def test_save__further_attempts_compute_only_what_is_missing(tmp_path: Path) -> 
     assert len(list((tmp_path / "broken").iterdir())) == 3
 
 
-def test_save__raises_once_no_other_task_is_at_work(tmp_path, monkeypatch) -> None:
+def test_save__raises_once_no_other_task_is_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun, waited_for, ended = (threading.Event() for _ in range(3))
     calls, wait_for_others = itertools.count(), execution._wait_for_others
 

@@ -194,7 +194,9 @@ def test_session__says_why_it_cannot_mark(tmp_path: Path, explorer: Explorer) ->
     assert Path(marks.path).read_text() == "mine"
 
 
-def test_explorer__in_a_notebook_without_the_extension(explorer: Explorer, monkeypatch) -> None:
+def test_explorer__in_a_notebook_without_the_extension(
+    explorer: Explorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(panel.extension, "_loaded", False)
     assert "panel.extension()" in explorer._repr_mimebundle_()["text/plain"]
 

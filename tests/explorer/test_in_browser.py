@@ -12,11 +12,14 @@ from PIL import Image
 from tests.explorer import test_new_targets as new_targets
 from tests.explorer.browser import Tab, served
 from tests.explorer.marked import top
+from trakdask.explorer import Explorer
 from trakdask.explorer.app import Session
 from trakdask.explorer.view import View
 
 
-def test_pages__open_search_filter_click_through_and_reload(explorer, url, tab) -> None:
+def test_pages__open_search_filter_click_through_and_reload(
+    explorer: Explorer, url: str, tab: Tab
+) -> None:
     page = tab.page
     tab.open(url)
     assert page.locator(".rows tbody tr").count() == 24
@@ -51,7 +54,9 @@ def test_pages__open_search_filter_click_through_and_reload(explorer, url, tab) 
     assert tab.cards("Most helpful") == top(explorer, filtered)
 
 
-def test_lists__go_on_and_going_back_finds_the_place(explorer, url, tab) -> None:
+def test_lists__go_on_and_going_back_finds_the_place(
+    explorer: Explorer, url: str, tab: Tab
+) -> None:
     page, view = tab.page, View(page="target", target=9, k=24, where='source == "web"')
     ranked = top(explorer, view)
     tab.open(f"{url}?{view.to_query()}", "Target 9")
@@ -75,7 +80,9 @@ def test_lists__go_on_and_going_back_finds_the_place(explorer, url, tab) -> None
     assert f"sample {ranked[20]}" in page.inner_text(".card:focus-within header")
 
 
-def test_every_change_of_a_page__is_held_so_that_none_is_lost(url, browser, monkeypatch) -> None:
+def test_every_change_of_a_page__is_held_so_that_none_is_lost(
+    url: str, browser: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of pages that Panel sends by itself, some stay at "computing" on a busy machine."""
     held: list[str | None] = []
 

@@ -17,7 +17,9 @@ from trakdask.explorer.app import Session
 from trakdask.explorer.view import View
 
 
-def test_marks__are_in_the_file_and_undone_on_any_page(explorer, url, tab) -> None:
+def test_marks__are_in_the_file_and_undone_on_any_page(
+    explorer: Explorer, url: str, tab: Tab
+) -> None:
     tab.open(f"{url}?page=sample&sample=5", "Training sample 5")
     assert tab.page.locator("button[aria-pressed=true]").count() == 0
     for kind in ("wrong label", "duplicate", "remove"):
@@ -84,7 +86,9 @@ def test_server_that_stops__is_told_of_and_marks_are_sent_when_it_is_back(
         tab.errors.clear()
 
 
-def test_keys__reach_and_mark_samples_and_turn_pages(explorer, url, tab) -> None:
+def test_keys__reach_and_mark_samples_and_turn_pages(
+    explorer: Explorer, url: str, tab: Tab
+) -> None:
     view, page = View(page="target", target=2, k=4), tab.page
     first, second = top(explorer, view)[:2]
     tab.open(f"{url}?sort=")
@@ -115,7 +119,9 @@ def test_keys__reach_and_mark_samples_and_turn_pages(explorer, url, tab) -> None
     tab.wait("Target 2")
 
 
-def test_page_of_marks__keeps_what_is_typed_and_downloads_the_table(explorer, url, tab) -> None:
+def test_page_of_marks__keeps_what_is_typed_and_downloads_the_table(
+    explorer: Explorer, url: str, tab: Tab
+) -> None:
     explorer.marks.mark([11, 3], "wrong label")
     tab.open(f"{url}?page=marks", "Marks")
     page = tab.page

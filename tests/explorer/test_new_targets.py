@@ -217,7 +217,9 @@ PNG = upload(images(1, 0)[0])
         *("no numbers", "another name"),
     ],
 )
-def test_target__refused(explorer, content: dict[str, Any], preprocess: Any, words: str) -> None:
+def test_target__refused(
+    explorer: Explorer, content: dict[str, Any], preprocess: Any, words: str
+) -> None:
     maker = dataclasses.replace(explorer.maker, preprocess=preprocess)
     with pytest.raises((TypeError, ValueError, td.errors.BlockError), match=words):
         maker.target(content)

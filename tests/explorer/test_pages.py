@@ -104,7 +104,9 @@ def test_target__links_filter_and_bars_are_as_long_as_their_sums(explorer: Explo
     assert {"label == 0", "label == 1", f"note == {best!r}"} <= conditions
 
 
-def test_pages__read_a_long_condition_once_and_not_for_each_link(explorer, monkeypatch) -> None:
+def test_pages__read_a_long_condition_once_and_not_for_each_link(
+    explorer: Explorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = " and ".join(f"label != {i + 5}" for i in range(300))
     written: list[object] = []
     unparse = ast.unparse
@@ -129,7 +131,9 @@ def test_pages__show_scores_with_two_digits_of_their_errors(explorer: Explorer) 
 
 
 @pytest.mark.parametrize("name", ["targets", "target", "sample", "corpus", "marks"])
-def test_save_html__shows_text_and_asks_nobody(explorer: Explorer, tmp_path, name: str) -> None:
+def test_save_html__shows_text_and_asks_nobody(
+    explorer: Explorer, tmp_path: Path, name: str
+) -> None:
     explorer.marks.mark([f"{EVIL} 7"], "remove")
     explorer.save_html(tmp_path / "v.html", View(page=name, target=3, where="label < 9"))
     html = (tmp_path / "v.html").read_text("utf-8")

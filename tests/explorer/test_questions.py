@@ -98,7 +98,9 @@ def test_top_and_targets_of__are_a_column_and_a_row(estimator: Any) -> None:
 
 
 @pytest.mark.parametrize(("where", "mask"), MASKS.items())
-def test_groups__are_sums_of_scores(questions, truth, where: str, mask: np.ndarray) -> None:
+def test_groups__are_sums_of_scores(
+    questions: Questions, truth: Any, where: str, mask: np.ndarray
+) -> None:
     groups = questions.groups(View(target=7, group_by="source", where=where))
     scores = pd.Series(truth.scores[mask, 7])
     by = scores.groupby(SOURCE[mask])
@@ -308,7 +310,9 @@ def test_groups__have_sums_where_effects_are_unknown(fewer: str) -> None:
     np.testing.assert_allclose(groups["score"], sums[groups.index], rtol=1e-3)
 
 
-def test_groups__read_the_features_once_for_a_block_of_targets(graded, monkeypatch) -> None:
+def test_groups__read_the_features_once_for_a_block_of_targets(
+    graded: Questions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trakdask.explorer.questions._TARGETS_TOGETHER", 25)
     calls: list[int] = []
     group_score = td.group_score

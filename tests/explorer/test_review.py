@@ -104,7 +104,9 @@ def test_marks__of_many_samples(explorer: Explorer) -> None:
     assert eval(unescape(line), {"td": td}).sizes["sample"] == N - 2
 
 
-def test_pages__say_what_to_add_where_samples_are_missing(explorer: Explorer, tmp_path) -> None:
+def test_pages__say_what_to_add_where_samples_are_missing(
+    explorer: Explorer, tmp_path: Path
+) -> None:
     targets = td.save(data(M, 1), tmp_path / "targets.zarr", estimator=None, progress=False)
     alone = Session(td.explore(explorer.features, targets), View())
     assert re.search(r"trakdask explore \S*train.zarr \S*targets.zarr --samples", alone.html)

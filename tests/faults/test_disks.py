@@ -134,7 +134,9 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> type[RefusingFileSystem]:
 
 
 @pytest.mark.parametrize("after", [3, 30])
-def test_save__network_goes_away(after: int, refusing, monkeypatch) -> None:
+def test_save__network_goes_away(
+    after: int, refusing: type[RefusingFileSystem], monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = "refusing://bucket/f.zarr"
     with dask.config.set(scheduler="sync"):
         monkeypatch.setattr(refusing, "after", after)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import dask
 import pytest
+from distributed import Client
 
 from tests.faults._fit import N_BLOCKS, N_CHECKPOINTS, N_PASSES, fit
 from tests.faults.test_kills import kill, start
@@ -26,7 +27,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         return dict(fit(tmp_path_factory.mktemp("undisturbed") / "f.zarr").digests)
 
 
-def test_fit__interrupted_again_and_again(tmp_path, undisturbed, monkeypatch) -> None:
+def test_fit__interrupted_again_and_again(
+    tmp_path: Path, undisturbed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the block that Ctrl-C stops is computed again."""
     begun, left, n_stops = 0, 0, 0
 
@@ -103,7 +106,9 @@ def test_fit__computes_damaged_blocks_again(
     assert len(begun) == TOTAL + 2
 
 
-def test_fit__the_same_on_a_cluster(tmp_path, undisturbed: dict[str, str], process_client) -> None:
+def test_fit__the_same_on_a_cluster(
+    tmp_path: Path, undisturbed: dict[str, str], process_client: Client
+) -> None:
     assert fit(tmp_path / "f.zarr").digests == undisturbed
     with dask.config.set(scheduler="threads"):
         assert fit(tmp_path / "other.zarr").digests == undisturbed

@@ -242,14 +242,18 @@ def test_scheduler__killed(tmp_path: Path, undisturbed: dict[str, str]) -> None:
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(100, 102))
-def test_driver__killed_at_many_moments(tmp_path, undisturbed: dict[str, str], seed: int) -> None:
+def test_driver__killed_at_many_moments(
+    tmp_path: Path, undisturbed: dict[str, str], seed: int
+) -> None:
     assert kill_drivers(tmp_path, 6, seed, undisturbed) >= 3
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2))  # together all kinds of kills
-def test_anything__killed_at_many_moments(tmp_path, undisturbed: dict[str, str], seed: int) -> None:
+def test_anything__killed_at_many_moments(
+    tmp_path: Path, undisturbed: dict[str, str], seed: int
+) -> None:
     killed, cluster = 0, Cluster(tmp_path)
     with closing(Run(tmp_path, seed, seconds=4 * SECONDS)) as run:
         try:

@@ -179,7 +179,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("step", ["_erase_rows", "commit", "sweep"])
-def test_erase__goes_on_where_it_was_stopped(secrets, tmp_path, monkeypatch, step: str) -> None:
+def test_erase__goes_on_where_it_was_stopped(
+    secrets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     """Whatever is stopped, in the first call of a step or in the last, others are as they were."""
     place: Any = changes if hasattr(changes, step) else Group
     for which in (1, 2):

@@ -149,7 +149,9 @@ def test_save__matrices_in_single_precision_give_the_scores_of_double(
     np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
 
 
-def test_store__of_matrices_in_double_precision_keeps_them(tmp_path, monkeypatch) -> None:
+def test_store__of_matrices_in_double_precision_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As earlier versions wrote them, as a whole; an append of samples makes others."""
     path = tmp_path / "f.zarr"
     with monkeypatch.context() as patch:
@@ -180,7 +182,9 @@ def test_save__append_checkpoint_keeps_the_other_eigenvectors(tmp_path: Path) ->
     assert_scores(after, TARGETS)
 
 
-def test_store__of_few_columns_keeps_no_eigenvectors(store: Path, monkeypatch) -> None:
+def test_store__of_few_columns_keeps_no_eigenvectors(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that has some loses them with the next change; scores need none."""
     before = td.open(store)
     scores, chosen = td.score(before, TARGETS).compute(), before.damping.values

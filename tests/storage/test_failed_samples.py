@@ -41,7 +41,9 @@ def assert_as(opened: xr.Dataset, expected: xr.Dataset) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, "float16"])
-def test_open__errors_of_appended_samples_and_checkpoints(dtype: str | None, tmp_path) -> None:
+def test_open__errors_of_appended_samples_and_checkpoints(
+    dtype: str | None, tmp_path: Path
+) -> None:
     store, two = tmp_path / "f.zarr", NAMES[:2]
     opened = save(part(A, two), store, dtype=dtype)
     assert_as(opened, WHOLE.isel(sample=A, checkpoint=slice(2)))

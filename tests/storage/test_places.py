@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,9 @@ from trakdask.command_line.samples import named
 
 
 @pytest.mark.parametrize("name", ["a::b", "file:train", "x[1]?#%20"])
-def test_every_door__takes_a_local_path_as_it_is(tmp_path, monkeypatch, name: str) -> None:
+def test_every_door__takes_a_local_path_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir()
     saved = save(features(A, NAMES[:2]), f"{name}/f.zarr")

@@ -128,7 +128,9 @@ def test_save__format(tmp_path: Path) -> None:
     assert not (tmp_path / "f.zarr/lock").exists()
 
 
-def test_many_coords__none_is_looked_at_for_each_of_the_others(tmp_path, monkeypatch) -> None:
+def test_many_coords__none_is_looked_at_for_each_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """xarray looks at all coords to make a DataArray of one: 2,000 of them took minutes."""
     made, make = [], xr.Dataset._construct_dataarray
     monkeypatch.setattr(

@@ -89,7 +89,9 @@ def test_small_arrays__in_several_chunks(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("in_chunks_of_8")
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"x")])
-def test_verify__a_lost_chunk_of_a_small_array(tmp_path, damage: Callable[[Path], object]) -> None:
+def test_verify__a_lost_chunk_of_a_small_array(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
     """Its two blocks are computed again, also if the first attempt is killed after one."""
     store = tmp_path / "f.zarr"
     save(FEATURES, store)
@@ -134,7 +136,9 @@ def test_query__reads_a_chunk_of_a_network_once(monkeypatch: pytest.MonkeyPatch)
     assert sum("output/c" in path for path in read) == 2
 
 
-def test_save__parses_records_in_one_thread(tmp_path, monkeypatch) -> None:
+def test_save__parses_records_in_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Python's own parser, which reads the headers of arrays, has failed in several (3.11.7)."""
     load, threads = np.load, set()
 

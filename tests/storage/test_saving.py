@@ -17,6 +17,7 @@ import pytest
 import torch
 import xarray as xr
 import zarr
+from distributed import Client
 
 import trakdask as td
 from tests.storage.integers import counted, interrupted, save
@@ -81,7 +82,9 @@ class Shift(torch.nn.Linear):
         return torch.tanh(super().forward(x) + SHIFT["by"])
 
 
-def test_save__a_change_that_no_source_shows_is_noticed(tmp_path, monkeypatch) -> None:
+def test_save__a_change_that_no_source_shows_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     samples = td.from_arrays(
         {"image": np.ones((6, 3), "f4")}, coords={"label": [0, 1] * 3}, chunks=2
     )
@@ -123,7 +126,9 @@ def test_save__variables_that_features_have_besides(tmp_path: Path) -> None:
         save(FEATURES, tmp_path / "f.zarr")
 
 
-def test_save__runs_on_the_active_client(process_client, tmp_path, monkeypatch) -> None:
+def test_save__runs_on_the_active_client(
+    process_client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A relative path is the notebook's, not the workers', which work elsewhere."""
     monkeypatch.chdir(tmp_path)
 
@@ -167,7 +172,9 @@ def test_save__float16(tmp_path: Path) -> None:
         save(FEATURES, tmp_path / "f.zarr")
 
 
-def test_query__reads_only_the_blocks_it_needs(tmp_path, monkeypatch) -> None:
+def test_query__reads_only_the_blocks_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Top 10 of 5 targets among the samples of one source: 2 of 20 blocks, 1 of 4 of targets."""
     sources = np.where(np.arange(320) // 16 < 2, "web", "book").astype(object)
     train = simulate_features(n_samples=320, proj_dim=8, chunks=16)

@@ -84,7 +84,9 @@ def test_verify__chunk(
 
 
 @pytest.mark.parametrize(("name", "damage"), list(zip(DERIVED, DAMAGE * 2, strict=False)))
-def test_verify__sums(tmp_path, name: str, damage: Callable[[Path], None], monkeypatch) -> None:
+def test_verify__sums(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trakdask.derived.LEAST_DIM", 0)  # eigenvectors as of many columns
     store = tmp_path / "f.zarr"
     before = save(FEATURES, store, estimator="soft").load()

@@ -41,7 +41,9 @@ def of_icechunk(folder: Path) -> Store:
 
 
 @pytest.mark.parametrize("make", [lambda _: MemoryStore(), of_icechunk])
-def test_open_zarr__of_a_copy_in_a_store_of_zarr(tmp_path, make: Callable[[Path], Store]) -> None:
+def test_open_zarr__of_a_copy_in_a_store_of_zarr(
+    tmp_path: Path, make: Callable[[Path], Store]
+) -> None:
     """No td.open is needed for them: scores and rankings are the same."""
     ours, store = saved(tmp_path / "f.zarr"), make(tmp_path / "f.zarr")
     xr.open_zarr(tmp_path / "f.zarr").to_zarr(store)

@@ -21,7 +21,7 @@ import xarray as xr
 import trakdask as td
 from trakdask import arrays
 from trakdask.attribution.duplicates import find_duplicates
-from trakdask.attribution.estimators import EstimatorLike, GradDot, kind_of, resolve
+from trakdask.attribution.estimators import EstimatorLike, GradDot, Trak, kind_of, resolve
 from trakdask.attribution.grams import with_decomposition
 from trakdask.attribution.operands import solver
 from trakdask.attribution.protocol import LEAST_FOLDS, LOGIT_VARIANCE, Estimator, GramEstimator
