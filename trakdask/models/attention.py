@@ -71,10 +71,6 @@ def _attend(
         """Change between the layout of the caller and (batch, length, width); its own inverse."""
         return x if module.batch_first or not is_batched else x.transpose(0, 1)
 
-    def by_head(x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(2, (module.num_heads, -1))
-        return heads.transpose(1, 2)
-
     # 1. One layout for all callers: (batch, length, width).
     is_batched = query.ndim == 3
     inputs = [in_layout(x if is_batched else x[None]) for x in (query, key, value)]
@@ -98,7 +94,7 @@ def _attend(
         k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
     n_added = k.shape[1] - inputs[1].shape[1]
     # 4. Each head attends. The fused function gives no weights, so they take products of their own.
-    q, k, v = map(by_head, (q, k, v))
+    q, k, v = (x.unflatten(2, (module.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
     mask = _mask(q, attn_mask, key_padding_mask, n_added)
     weights = None
     if need_weights:

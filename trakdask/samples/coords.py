@@ -220,7 +220,17 @@ def _portable(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     if array.dtype.kind in "biu" or (array.dtype.kind == "f" and array.dtype.itemsize <= 8):
         return array.astype(array.dtype.newbyteorder("="), copy=False)
     if array.dtype.kind == "M":
-        return _in_nanoseconds(name, array)
+        times = pd.Series(array)
+        try:
+            return times.astype("datetime64[ns]").to_numpy()
+        except pd.errors.OutOfBoundsDatetime as err:
+            low, high = pd.Timestamp.min, pd.Timestamp.max
+            at = int(((times < low) | (times > high)).argmax())
+            raise ValueError(
+                f"expected dates from {low:%Y-%m-%d} to {high:%Y-%m-%d} for coord {name!r}, which "
+                f"nanoseconds can say, got {array[at]} for sample {at}; try the dates as text, "
+                f"pd.Series({name}).astype(str), or their years as numbers"
+            ) from err
     if array.dtype.kind in "UT":
         return array.astype(np.dtypes.StringDType(), copy=False)
     remedy = f"pd.Series({name}).astype(str)"
@@ -233,20 +243,6 @@ def _portable(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         f"{name!r}, got dtype {array.dtype} of "
         f"{sorted({type(value).__name__ for value in array})}; try {remedy}"
     )
-
-
-def _in_nanoseconds(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    values = pd.Series(array)
-    try:
-        return values.astype("datetime64[ns]").to_numpy()
-    except pd.errors.OutOfBoundsDatetime as err:
-        low, high = pd.Timestamp.min, pd.Timestamp.max
-        at = int(((values < low) | (values > high)).argmax())
-        raise ValueError(
-            f"expected dates from {low:%Y-%m-%d} to {high:%Y-%m-%d} for coord {name!r}, which "
-            f"nanoseconds can say, got {array[at]} for sample {at}; try the dates as text, "
-            f"pd.Series({name}).astype(str), or their years as numbers"
-        ) from err
 
 
 def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

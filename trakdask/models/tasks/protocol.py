@@ -344,7 +344,16 @@ def task_facts(task: Task) -> dict[str, Any]:
     subject = _subject(task)
     facts = {name: getattr(subject, name) for name in DEFAULTS if hasattr(subject, name)}
     loss = getattr(subject, "loss_kind", None)
-    if loss is None or not _is_said_of_methods(subject):
+    if loss is None:
+        return facts
+    # Only if no class has changed f or Q since it was said.
+    classes = type(subject).__mro__
+
+    def place(name: str) -> int:
+        return next((i for i, kind in enumerate(classes) if name in vars(kind)), len(classes))
+
+    said = -1 if "loss_kind" in getattr(subject, "__dict__", ()) else place("loss_kind")
+    if said > min(map(place, _METHODS)):
         return facts
     require_choice("loss_kind", loss, LOSSES, remedy="try loss_kind='other'")
     label = getattr(subject, "label", None)
@@ -354,17 +363,6 @@ def task_facts(task: Task) -> dict[str, Any]:
 
 def _subject(task: Any) -> Any:
     return task.modelout if isinstance(task, TrakTask) else task
-
-
-def _is_said_of_methods(subject: object) -> bool:
-    """Return whether no class has changed f or Q since ``loss_kind`` was said."""
-    classes = type(subject).__mro__
-
-    def place(name: str) -> int:
-        return next((i for i, kind in enumerate(classes) if name in vars(kind)), len(classes))
-
-    said = -1 if "loss_kind" in getattr(subject, "__dict__", ()) else place("loss_kind")
-    return said <= min(map(place, _METHODS))
 
 
 def _as_json(value: Any) -> Any:
