@@ -99,15 +99,6 @@ def from_torch(
     >>> train.input_ids.values.tolist()
     [[5, 7, 0, 0], [6, 9, 8, 0]]
     """
-    source = _Items(dataset, _check_names(names), collate_fn)
-    as_coords = fields_as_coords(coords, source.fields)
-    variables = {n: lazy for n, lazy in lazy_fields(source, chunks).items() if n not in as_coords}
-    source.warn_if_random()  # after hashing the content, because reading may change a dataset
-    values = read(source, 0, len(source), as_coords) if as_coords else coords
-    return assemble(variables, values, chunks)
-
-
-def _check_names(names: Any) -> tuple[str | None, ...]:
     fields = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
     chosen = [name for name in fields if name is not None]
     are_names = all(isinstance(name, str) for name in chosen)
@@ -116,7 +107,12 @@ def _check_names(names: Any) -> tuple[str | None, ...]:
             "expected a different name for each field of an item, or None to leave it out, got "
             f"names={names!r}; try names=('image', 'label')"
         )
-    return fields
+    source = _Items(dataset, fields, collate_fn)
+    as_coords = fields_as_coords(coords, source.fields)
+    variables = {n: lazy for n, lazy in lazy_fields(source, chunks).items() if n not in as_coords}
+    source.warn_if_random()  # after hashing the content, because reading may change a dataset
+    values = read(source, 0, len(source), as_coords) if as_coords else coords
+    return assemble(variables, values, chunks)
 
 
 class _Items:
