@@ -214,16 +214,18 @@ class Files:
             low, high = max(start - before, 0), min(stop - before, int(ends[-1]))
             if low < high:
                 first, last = np.searchsorted(ends, [low, high - 1], side="right") - 1
-                with self._opened(path) as file:
-                    if path.endswith(_ARROW):
-                        schema, batches = _record_batches(file)
-                        chosen = list(itertools.islice(batches, first, last + 1))
-                        table = pa.Table.from_batches(chosen, schema).select(names)
-                    else:
-                        groups = range(first, last + 1)
-                        table = pq.ParquetFile(file).read_row_groups(groups, names)
+                table = self._read(path, range(first, last + 1), names)
                 yield before + low, table.slice(low - int(ends[first]), high - low)
             before += int(ends[-1])
+
+    def _read(self, path: str, groups: range, names: list[str]) -> pa.Table:
+        """Return columns of some groups of rows of a file."""
+        with self._opened(path) as file:
+            if not path.endswith(_ARROW):
+                return pq.ParquetFile(file).read_row_groups(groups, names)
+            schema, batches = _record_batches(file)
+            chosen = itertools.islice(batches, groups.start, groups.stop)
+            return pa.Table.from_batches(list(chosen), schema).select(names)
 
     def _content(self, path: str) -> tuple[list[str], list[int]]:
         """Return the names of a file's columns, and the number of rows of each of its groups."""
