@@ -210,9 +210,7 @@ class Model:
         bind = getattr(self.task, "for_variables", None)
         if bind is None:
             return self
-        bound = copy.copy(self)
-        bound.task = bind(n_dims)
-        return bound
+        return self._with(task=bind(n_dims))
 
     def at_checkpoints(self, names: Sequence[str]) -> Model:
         """Return the model at some of its checkpoints, in their order; itself if it lacks one.
@@ -222,15 +220,11 @@ class Model:
         by_name = {checkpoint.name: checkpoint for checkpoint in self.checkpoints}
         if not set(names) <= set(by_name):
             return self
-        selected = copy.copy(self)
-        selected.checkpoints = tuple(by_name[name] for name in names)
-        return selected
+        return self._with(checkpoints=tuple(by_name[name] for name in names))
 
     def differentiating(self, names: Sequence[str]) -> Model:
         """Return the model of which only some of the selected parameters are differentiated."""
-        fewer = copy.copy(self)
-        fewer.shapes = {name: self.shapes[name] for name in names}
-        return fewer
+        return self._with(shapes={name: self.shapes[name] for name in names})
 
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
@@ -283,10 +277,12 @@ class Model:
                     )
         return module, read
 
-    def __copy__(self) -> Model:
+    def _with(self, **changes: Any) -> Model:
         other = object.__new__(type(self))
-        vars(other).update(vars(self))
+        vars(other).update(vars(self) | changes)
         return other
+
+    __copy__ = _with
 
     def __reduce__(self) -> tuple[Any, ...]:
         # distributed has a way of its own with tensors, which does not know those without values;

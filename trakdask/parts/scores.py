@@ -11,13 +11,7 @@ import xarray as xr
 
 from trakdask.arrays.solve import solve
 from trakdask.attribution.estimators import EstimatorLike, resolve
-from trakdask.attribution.labels import (
-    Labels,
-    labelled,
-    labels_of_groups,
-    labels_of_scores,
-    score_attrs,
-)
+from trakdask.attribution.labels import labelled, labels_of_groups, labels_of_scores, score_attrs
 from trakdask.attribution.operands import Solver, solver
 from trakdask.checks import require_flags
 from trakdask.featurization.job import ERROR_DTYPE
@@ -160,7 +154,15 @@ def score_parts(
     operands = solver(training, resolved)
     if divides_targets:
         asked = operands.features if of is None else lazy_features(of)
-        (dims, coords), vectors = _weighted_samples(operands, asked, like, by)
+        # The solved vectors of training samples, each times its weight, or of groups.
+        if by is None:
+            dims, coords = labels_of_scores(asked, like)
+            vectors = operands.vectors(asked)
+            weight = _pooled(operands, operands.weight(asked)).astype(vectors.dtype)
+            vectors = vectors * weight[:, None, :]
+        else:
+            (dims, coords), members, (n_groups,) = labels_of_groups(asked, like, by)
+            vectors = solve(operands.inverse, operands.sums(asked, members, n_groups))
         results = lazy_products(prepared, vectors)
         data = da.moveaxis(results["product"], 2, 0)
         coords |= _errors(results, TARGET, f"{TARGET_PREFIX}error")
@@ -178,18 +180,6 @@ def score_parts(
         data = data.mean(axis=-1, dtype=data.dtype)
     attrs |= {"parts": like.attrs["parts"]}
     return labelled("score", (dims, coords), data, attrs, None if average else like[CHECKPOINT])
-
-
-def _weighted_samples(
-    operands: Solver, training: xr.Dataset, targets: xr.Dataset, by: str | None
-) -> tuple[Labels, da.Array]:
-    """Return the labels of scores, and the solved vectors of training samples, or of groups."""
-    if by is not None:
-        labels, members, (n_groups,) = labels_of_groups(training, targets, by)
-        return labels, solve(operands.inverse, operands.sums(training, members, n_groups))
-    vectors = operands.vectors(training)
-    weight = _pooled(operands, operands.weight(training)).astype(vectors.dtype)
-    return labels_of_scores(training, targets), vectors * weight[:, None, :]
 
 
 def _pooled(operands: Solver, weight: da.Array) -> da.Array:

@@ -149,7 +149,8 @@ class Forward:
 
     def to(self, dtype: torch.dtype) -> Forward:
         """Return the same model in another precision."""
-        return replace(self.mapped(partial(_cast, dtype=dtype)), dtype=dtype)
+        cast = self.mapped(lambda t: t.to(dtype) if t.is_floating_point() else t)
+        return replace(cast, dtype=dtype)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Forward:
         """Return the same model with a function of each of its tensors."""
@@ -212,15 +213,11 @@ def rejecting_later(*, ever: bool = True) -> Iterator[None]:
 
 
 def _copied(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return a copy of a tensor, of another precision if it is floating-point."""
     if not isinstance(value, Tensor):
         return value
-    cast = value if dtype is None else _cast(value, dtype)
-    return cast.clone() if cast is value else cast
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    is_floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.to(dtype) if is_floating else value
+    is_cast = dtype is not None and value.is_floating_point() and value.dtype != dtype
+    return value.to(dtype) if is_cast else value.clone()
 
 
 @runtime_checkable
