@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.models.engines import run
 from tests.models.test_tokens import TASK, drawn, made
 from trakdask.models import rules
 from trakdask.models.model import Model
 from trakdask.models.products import PRODUCTS, Products
-
-
-def vectors_of(module: nn.Module, m: int = 3) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    return {
-        name: torch.randn(m, *tensor.shape, generator=generator, dtype=torch.float64)
-        for name, tensor in module.named_parameters()
-    }
 
 
 @pytest.mark.parametrize(("n_in", "n_out"), [(3, 8), (8, 3)])
@@ -48,7 +40,9 @@ def test_products__padding_of_an_embedding_has_none() -> None:
 
 def test_products__by_groups_of_parameters_and_in_slices() -> None:
     module, batch = made(), drawn(2)
-    model, vectors = Model(module, task=TASK), vectors_of(module)
+    model, vectors = Model(module, task=TASK), {}
+    for name, shape in model.shapes.items():
+        vectors[name] = torch.randn(3, *shape, dtype=torch.float64)
     groups = {name: number % 2 for number, name in enumerate(model.shapes)}
     gradients, *_ = run(model, batch, "vmap")
     sink = Products(vectors, 2, groups, 2)

@@ -25,8 +25,7 @@ def samples(**options: Any) -> xr.Dataset:
 
 
 def block_of(ds: xr.Dataset) -> int:
-    sizes = ds.chunksizes["sample"]
-    return max(sizes)
+    return max(ds.chunksizes["sample"])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,10 +104,6 @@ def of_next_tokens(module: nn.Module, one: Batch, labels: str = "input_ids") -> 
     return [margins(logits[:, :-1][kept], one[labels][:, 1:][kept])]
 
 
-def of_next_labels(module: nn.Module, one: Batch) -> list[Tensor]:
-    return of_next_tokens(module, one, "labels")
-
-
 def of_next_token(module: nn.Module, one: Batch) -> list[Tensor]:
     logits, at = module(one["input_ids"], one["attention_mask"])[0], one["at"].long()
     return [margins(logits[0, at - 1], one["labels"][0, at])]
@@ -125,7 +122,8 @@ CASES = {
         of_next_tokens,
     ),
     "next tokens with labels": (
-        Running(), td.tasks.CausalLM(labels="labels"), LABELLED, of_next_labels,
+        Running(), td.tasks.CausalLM(labels="labels"), LABELLED,
+        partial(of_next_tokens, labels="labels"),
     ),
     "a next token": (
         Running(), td.tasks.CausalLM(labels="labels", position="at"),
