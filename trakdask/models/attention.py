@@ -7,6 +7,7 @@ called. So while hooks are needed, the module runs the same steps in the code be
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -62,9 +63,8 @@ def _attend(
     """Return the same as the module itself."""
 
     def seen(projection: str, x: Tensor, y: Tensor) -> Tensor:
-        changed: Tensor | None = None
-        if projection in hooks:
-            changed = hooks[projection](module, (x,), {}, y)
+        hook = hooks.get(projection)
+        changed: Tensor | None = None if hook is None else hook(module, (x,), {}, y)
         return y if changed is None else changed
 
     def in_layout(x: Tensor) -> Tensor:
@@ -81,10 +81,8 @@ def _attend(
         spans = [(0, 3)] if query is key else [(0, 1), (1, 3)]
     else:
         spans = [(0, 1), (1, 2), (2, 3)]
-    projected: list[Tensor] = []
-    for start, stop in spans:
-        projected += _in_projection(module, seen, inputs[start], start, stop)
-    q, k, v = projected
+    made = (_in_projection(module, seen, inputs[span[0]], *span) for span in spans)
+    q, k, v = itertools.chain.from_iterable(made)
     # 3. Keys and values that the module adds to those of the caller.
     if module.bias_k is not None:
         of_samples = (len(k), -1, -1)
@@ -139,9 +137,7 @@ def _mask(
         masks.append(attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, q.shape[:2]))
     if key_padding_mask is not None:
         masks.append(key_padding_mask[:, None, None])
-    total = None
-    for mask in masks:
+    for i, mask in enumerate(masks):
         if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
-        total = mask if total is None else total + mask
-    return None if total is None else functional.pad(total, (0, n_added))
+            masks[i] = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
+    return functional.pad(sum(masks[1:], masks[0]), (0, n_added)) if masks else None

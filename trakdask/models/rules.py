@@ -170,8 +170,7 @@ def embedding_weight(
 
 
 def _layer_norm_bias(module: Any, x: Tensor, delta: Tensor, buffers: State) -> Tensor:
-    shape = module.normalized_shape
-    return delta.reshape(len(delta), -1, math.prod(shape)).sum(1)
+    return delta.reshape(len(delta), -1, math.prod(module.normalized_shape)).sum(1)
 
 
 def _layer_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: State) -> Tensor:
