@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -156,8 +157,14 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "batch norm 1d": (lambda: nn.BatchNorm1d(4), normal(5, 4)),
     "batch norm 2d": (lambda: nn.BatchNorm2d(4), normal(5, 4, 3, 3)),
     "prelu": (lambda: nn.PReLU(4), normal(5, 4, 3)),
-    "lstm": (lambda: Recurrent(nn.LSTM(4, 3, batch_first=True)), normal(5, 6, 4)),
-    "gru, sequence first": (lambda: Recurrent(nn.GRU(4, 3)), normal(5, 6, 4)),
+    "lstm": (
+        lambda: Net(lambda m, x: m.layer(x)[0], layer=nn.LSTM(4, 3, batch_first=True)),
+        normal(5, 6, 4),
+    ),
+    "gru, sequence first": (
+        lambda: Net(lambda m, x: m.layer(x.movedim(1, 0))[0].movedim(0, 1), layer=nn.GRU(4, 3)),
+        normal(5, 6, 4),
+    ),
     "in-place activations": (
         lambda: nn.Sequential(
             nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 4), nn.ReLU(inplace=True)
@@ -167,9 +174,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "rows flattened": (lambda: flattened(nn.Linear(6, 4)), normal(5, 3, 6)),
     "rows flattened, without a rule": (lambda: flattened(gain()), normal(5, 3, 6)),
     "rows flattened, channels": (lambda: flattened(nn.Conv1d(2, 3, 2)), normal(5, 3, 2, 6)),
-    "an output made from another": (lambda: TwoOutputs(), normal(5, 6)),
+    "an output made from another": (lambda: two_outputs(), normal(5, 6)),
     "activation as a child": (lambda: gain(), normal(5, 3, 6)),
-    "output made to require gradients": (lambda: Requires(), normal(5, 6)),
+    "output made to require gradients": (lambda: requires(), normal(5, 6)),
     "groups called twice": (
         lambda: Net(
             lambda m, x: m.layer(m.layer(x).tanh()), layer=nn.Conv1d(4, 4, 3, padding=1, groups=2)
@@ -184,15 +191,15 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         ),
         normal(5, 6),
     ),
-    "tied weights": (lambda: Tied(), tokens(5, 4, 7)),
-    "position embedding": (lambda: Positions(2), tokens(5, 4, 7)),
-    "position embedding, as long as the batch": (lambda: Positions(1), tokens(5, 5, 7)),
+    "tied weights": (lambda: tied(), tokens(5, 4, 7)),
+    "position embedding": (lambda: positions(2), tokens(5, 4, 7)),
+    "position embedding, as long as the batch": (lambda: positions(1), tokens(5, 5, 7)),
     "parameter beside children": (
         lambda: Net(lambda m, x: m.layer(x) * m.scale, layer=nn.Linear(6, 4), scale=ones()),
         normal(5, 6),
     ),
-    "class token and positions": (lambda: Patches(), normal(5, 3, 6)),
-    "class token and positions, as many as samples": (lambda: Patches(), normal(3, 3, 6)),
+    "class token and positions": (lambda: patches(), normal(5, 3, 6)),
+    "class token and positions, as many as samples": (lambda: patches(), normal(3, 3, 6)),
     "scale of channels": (
         lambda: Net(lambda m, x: m.layer(x) * m.scale, layer=nn.Conv1d(4, 3, 1), scale=ones(3, 1)),
         normal(5, 4, 6),
@@ -221,7 +228,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
         normal(5, 6),
     ),
     "several outputs, one used": (
-        lambda: Net(lambda m, x: m.layer(x)["first"], layer=Pair()),
+        lambda: Net(
+            lambda m, x: m.layer(x)["first"],
+            layer=Net(lambda m, x: {"first": x * m.a, "second": x * m.b}, a=ones(6), b=ones(6)),
+        ),
         normal(5, 6),
     ),
     "keyword arguments": (
@@ -235,13 +245,13 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 class Net(nn.Module):
     """A module with these parts, and a function of it and of its input."""
 
-    def __init__(self, call: Callable[..., Tensor], **parts: nn.Module | nn.Parameter) -> None:
+    def __init__(self, call: Callable[..., Any], **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
         self.call = call
         for name, part in parts.items():
             setattr(self, name, part)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.call(self, x)
 
 
@@ -257,97 +267,53 @@ def gain() -> nn.Module:
     return Net(lambda m, x: m.activation(x * m.scale), scale=scale, activation=nn.Tanh())
 
 
-class Recurrent(nn.Module):
-    def __init__(self, layer: nn.RNNBase) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.layer.batch_first:
-            return self.layer(x)[0]
-        return self.layer(x.transpose(0, 1))[0].transpose(0, 1)
+def tied() -> nn.Module:
+    head, embedding = nn.Linear(6, 7, bias=False), nn.Embedding(7, 6)
+    head.weight = embedding.weight
+    return Net(lambda m, x: m.head(m.embedding(x).tanh()), embedding=embedding, head=head)
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 6)
-        self.head = nn.Linear(6, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embedding(x).tanh())
-
-
-class TwoOutputs(nn.Module):
+def two_outputs() -> nn.Module:
     """Returns, as a router does, a tensor and what it made from it."""
 
-    class Router(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(6, 6))
+    def route(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = x @ m.weight
+        return logits, logits.softmax(-1)
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            logits = x @ self.weight
-            return logits, logits.softmax(-1)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.router = nn.Linear(6, 6), self.Router()
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits, scores = self.router(self.first(x))
+    def call(m: Any, x: Tensor) -> Tensor:
+        logits, scores = m.router(m.first(x))
         return logits.sin() * scores
 
+    return Net(call, first=nn.Linear(6, 6), router=Net(route, weight=ones(6, 6)))
 
-class Requires(nn.Module):
+
+def requires() -> nn.Module:
     """Makes an output require gradients, as PEFT does for gradient checkpointing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 4), nn.Linear(4, 3)
-        self.first.register_forward_hook(lambda module, x, y: y.requires_grad_())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x).tanh())
+    first = nn.Linear(6, 4)
+    first.register_forward_hook(lambda module, x, y: y.requires_grad_())
+    return Net(lambda m, x: m.second(m.first(x).tanh()), first=first, second=nn.Linear(4, 3))
 
 
-class Positions(nn.Module):
+def positions(n_axes: int) -> nn.Module:
     """Embeddings of positions: one row for all samples, or no batch axis at all."""
 
-    def __init__(self, n_axes: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(7, 6)
-        self.positions = nn.Embedding(9, 6)
-        self.norm = nn.LayerNorm(6)
-        self.n_axes = n_axes
+    def call(m: Any, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        return m.norm(m.words(x) + m.positions(places[None] if n_axes == 2 else places))
 
-    def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(x.shape[1])
-        positions = positions[None] if self.n_axes == 2 else positions
-        return self.norm(self.words(x) + self.positions(positions))
+    words, positions = nn.Embedding(7, 6), nn.Embedding(9, 6)
+    return Net(call, words=words, positions=positions, norm=nn.LayerNorm(6))
 
 
-class Patches(nn.Module):
+def patches() -> nn.Module:
     """A token and positions that all samples share, beside layers, as in vision transformers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.positions = ones(1, 1, 6), ones(1, 4, 6)
-        self.norm, self.layer = nn.LayerNorm(6), nn.Linear(6, 6)
+    def call(m: Any, x: Tensor) -> Tensor:
+        x = torch.cat([m.token.expand(len(x), -1, -1), x], 1) + m.norm(m.positions)
+        return m.layer(x * x.softmax(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.norm(self.positions)
-        return self.layer(x * x.softmax(1))
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = ones(6), ones(6)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"first": x * self.a, "second": x * self.b}
+    shared = {"token": ones(1, 1, 6), "positions": ones(1, 4, 6)}
+    return Net(call, **shared, norm=nn.LayerNorm(6), layer=nn.Linear(6, 6))
 
 
 class Doubled(nn.Linear):
@@ -414,7 +380,7 @@ def test_hooks__no_part_is_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(delivery._SLICE_BYTES, "cpu", 400)
     sizes: list[int] = []
     sink = lambda name, gradient, *_: sizes.append(gradient.nbytes)  # noqa: E731
-    run(Model(Tied().double(), task=Total()), Batch(x=tokens(3, 4, 5)), sink=sink)
+    run(Model(tied().double(), task=Total()), Batch(x=tokens(3, 4, 5)), sink=sink)
     assert max(sizes) <= 400 < sum(sizes)
 
 

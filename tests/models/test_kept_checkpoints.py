@@ -91,18 +91,6 @@ def train(
     return watcher
 
 
-def check(made: td.Model, watcher: Watcher, steps: list[int], rates: dict[str, float]) -> None:
-    names = [f"checkpoint-{step}" for step in steps]
-    assert [each.name for each in made.checkpoints] == list(rates) == names
-    for checkpoint, before, step in zip(made.checkpoints, [0, *steps], steps, strict=False):
-        seen = watcher.weights[step]
-        forward = made.forward(checkpoint)
-        for name, tensor in forward.parameters.items():
-            torch.testing.assert_close(tensor, seen[name], rtol=0, atol=0)
-        expected = np.mean([watcher.rates[i] for i in range(before + 1, step + 1)])
-        assert rates[checkpoint.name] == pytest.approx(expected)
-
-
 def kept_rates(folder: Path) -> dict[str, float]:
     return json.loads((folder / "learning_rates.json").read_text())
 
@@ -121,8 +109,14 @@ def test_keep_checkpoints__what_the_model_was(build, every, steps, tmp_path: Pat
     options = saving if every == "save" else {}
     watcher = train(build(), tmp_path, td.keep_checkpoints(kept, every=every), **options)
     model = td.Model(build, kept, task=td.tasks.CausalLM("input_ids"))
-    check(model, watcher, steps, kept_rates(kept))
-    assert len(set(kept_rates(kept).values())) == len(steps)
+    rates, names = kept_rates(kept), [f"checkpoint-{step}" for step in steps]
+    assert [each.name for each in model.checkpoints] == list(rates) == names
+    for checkpoint, before, step in zip(model.checkpoints, [0, *steps], steps, strict=False):
+        for name, tensor in model.forward(checkpoint).parameters.items():
+            torch.testing.assert_close(tensor, watcher.weights[step][name], rtol=0, atol=0)
+        expected = np.mean([watcher.rates[i] for i in range(before + 1, step + 1)])
+        assert rates[checkpoint.name] == pytest.approx(expected)
+    assert len(set(rates.values())) == len(steps)
     assert not list(kept.rglob("optimizer*"))
 
 

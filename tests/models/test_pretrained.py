@@ -131,6 +131,12 @@ def same(
     torch.testing.assert_close(outputs(build, checkpoint, inputs), expected, rtol=0, atol=1e-6)
 
 
+def saved(base: Callable[[], nn.Module], folder: Path) -> Callable[[], Any]:
+    """Save a model, and return what loads it."""
+    base().save_pretrained(folder / "base")
+    return lambda: type(base()).from_pretrained(folder / "base")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_folder__gives_what_from_pretrained_gives(family: str, tmp_path: Path) -> None:
     build, inputs = FAMILIES[family]
@@ -171,11 +177,7 @@ ADAPTERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 def test_adapter__gives_what_from_pretrained_gives(method: str, tmp_path: Path) -> None:
     base, config = ADAPTERS[method]
     torch.manual_seed(1)
-    base().save_pretrained(tmp_path / "base")
-
-    def saved_base() -> Any:
-        return type(base()).from_pretrained(tmp_path / "base")
-
+    saved_base = saved(base, tmp_path)
     trained = peft.get_peft_model(saved_base(), config())
     with torch.no_grad():
         for parameter in trained.parameters():
@@ -200,9 +202,7 @@ def test_adapter__gives_what_from_pretrained_gives(method: str, tmp_path: Path) 
 def test_adapter__that_changes_its_base_model_first(start: str, tmp_path: Path) -> None:
     base = ADAPTERS["lora"][0]
     config = lambda: peft.LoraConfig(r=2, **TARGETS, init_lora_weights=start)  # noqa: E731
-    base().save_pretrained(tmp_path / "base")
-    loaded = type(base()).from_pretrained(tmp_path / "base")
-    trained = peft.get_peft_model(loaded, config())
+    trained = peft.get_peft_model(saved(base, tmp_path)(), config())
     trained.save_pretrained(tmp_path / "adapter")
     build = lambda: peft.get_peft_model(base(), config())  # noqa: E731
     with pytest.raises(CheckpointError, match=rf"'{start}'.* try model.state_dict\(\)"):
@@ -214,7 +214,6 @@ def test_adapter__that_changes_its_base_model_first(start: str, tmp_path: Path) 
 def test_adapter__with_embeddings_of_more_words(tmp_path: Path) -> None:
     """The base model's own embeddings do not fit, and are not needed."""
     base = FAMILIES["gpt2"][0]
-    base().save_pretrained(tmp_path / "base")
 
     def build(base: Any) -> Any:
         base.resize_token_embeddings(43, mean_resizing=False)
@@ -222,7 +221,7 @@ def test_adapter__with_embeddings_of_more_words(tmp_path: Path) -> None:
             base, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
         )
 
-    trained = build(type(base()).from_pretrained(tmp_path / "base"))
+    trained = build(saved(base, tmp_path)())
     trained.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
     same(lambda: build(base()), tmp_path / "adapter", trained)
     renamed(tmp_path / "base", (".ln_1.", ".other."))
@@ -231,11 +230,10 @@ def test_adapter__with_embeddings_of_more_words(tmp_path: Path) -> None:
 
 
 def test_adapter__inside_of_a_model_of_transformers(tmp_path: Path) -> None:
-    base = FAMILIES["llama"][0]
-    base().save_pretrained(tmp_path / "base")
+    load = saved(FAMILIES["llama"][0], tmp_path)
 
     def build() -> Any:
-        built = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        built = load()
         options = {"init_lora_weights": False, "modules_to_save": ["norm"]}
         built.add_adapter(peft.LoraConfig(r=2, **TARGETS, **options))
         return built
@@ -258,8 +256,7 @@ class Wrapped(nn.Module):
 
 def test_adapter__inside_of_another_module(tmp_path: Path) -> None:
     base, config = ADAPTERS["prompt"]
-    base().save_pretrained(tmp_path / "base")
-    trained = peft.get_peft_model(type(base()).from_pretrained(tmp_path / "base"), config())
+    trained = peft.get_peft_model(saved(base, tmp_path)(), config())
     trained.save_pretrained(tmp_path / "adapter")
     inside = lambda: Wrapped(peft.get_peft_model(base(), config()))  # noqa: E731
     same(inside, tmp_path / "adapter", trained)

@@ -65,11 +65,9 @@ def state_of(build: Callable[[], nn.Module], seed: int = 0) -> dict[str, Any]:
     return build().state_dict()
 
 
-def expected(
-    build: Callable[[], nn.Module], state: dict[str, Any], x: np.ndarray = X
-) -> np.ndarray:
+def expected(build: Callable[[], nn.Module], state: dict[str, Any]) -> np.ndarray:
     rows = []
-    for sample in torch.tensor(x):
+    for sample in torch.tensor(X):
         module = build().eval()
         module.load_state_dict(state)
         module(sample[None])[:, 0].sum().backward()
@@ -188,9 +186,7 @@ def test_forward__trak_task_that_calls_the_module_itself() -> None:
             outputs = [call(model, (weights, buffers), (x[None],)) for _ in range(2)]
             return (outputs[0] + outputs[1])[0, 0] / 2
 
-        def get_out_to_loss_grad(
-            self, model: Any, weights: Any, buffers: Any, batch: Any
-        ) -> Tensor:
+        def get_out_to_loss_grad(self, model: Any, weights: Any, buffers: Any, batch: Any) -> Any:
             return torch.func.functional_call(model, (weights, buffers), tuple(batch))[:, 0]
 
     whole = state_of(TwoNames)
@@ -422,26 +418,22 @@ def test_model__other_state_that_each_build_draws_is_named() -> None:
     def order() -> Tensor:
         return torch.tensor(random.sample(range(1000), 3))
 
-    def shape() -> Tensor:
-        return torch.ones(random.sample([(3,), (1, 3), (1, 1, 3)] * 99, 1)[0])
-
     def hooked() -> nn.Module:
         module, noise = Net(), torch.rand(3)
         module.layer.register_forward_hook(lambda part, inputs, output: output + noise)
         return module
 
-    def slope() -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 3), nn.LeakyReLU(random.random()))
+    def beside(part: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return lambda: nn.Sequential(nn.Linear(3, 3), part())
 
-    def norm() -> nn.Module:
-        return nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3, eps=random.random()))
-
-    def activation() -> nn.Module:
-        return nn.Sequential(next(activations)(), nn.Linear(3, 3))
-
+    slope, norm = (
+        lambda: nn.LeakyReLU(random.random()),
+        lambda: nn.LayerNorm(3, eps=random.random()),
+    )
     activations = cycle([nn.ReLU, nn.Tanh, nn.GELU])
+    layers = (slope, norm, lambda: next(activations)())
     for build, name in (
-        *((build, "the layers and their options") for build in (slope, norm, activation)),
+        *((beside(layer), "the layers and their options") for layer in layers),
         (with_buffer(drawn), r"layer\.state"),
         (with_state("list", order), "state"),
         (hooked, r"layer\._forward_hooks"),

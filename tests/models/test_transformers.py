@@ -12,6 +12,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 import trakdask as td
+from tests.models import engines
 from tests.models.language_models import VOCABULARY, adapted, bert, causal_lm, gpt2, llama, made
 from trakdask.models.tasks import Batch, CausalLM
 
@@ -62,17 +63,15 @@ def class_margin(logits: Tensor, ids: Tensor, label: int) -> Tensor:
 
 def backward(module: nn.Module, names: list[str], margin: Callable = token_margins) -> np.ndarray:
     """Gradients of the margins, one unpadded sequence and one ``backward()`` at a time."""
-    data, parameters = samples().compute(scheduler="sync"), dict(module.named_parameters())
-    rows = []
-    for ids, mask, label in zip(
-        data.input_ids.values, data.attention_mask.values, data.label.values, strict=True
-    ):
-        alone = torch.from_numpy(ids[mask > 0])
-        for parameter in module.parameters():
-            parameter.requires_grad, parameter.grad = True, torch.zeros_like(parameter)
-        margin(module(input_ids=alone[None]).logits[0], alone, int(label)).backward()
-        rows.append(torch.cat([parameters[name].grad.flatten() for name in names]))
-    return torch.stack(rows).numpy()
+
+    def output(module: nn.Module, one: Batch) -> Tensor:
+        alone = one["input_ids"][one["attention_mask"] > 0]
+        return margin(module(input_ids=alone[None]).logits[0], alone, int(one["label"]))
+
+    data = samples().compute(scheduler="sync")
+    batch = Batch({name: torch.from_numpy(values.values) for name, values in data.items()})
+    found, _ = engines.backward(module.requires_grad_(), output, batch)
+    return torch.cat([found[name] for name in names], 1).numpy()
 
 
 def features(model: td.Model, gradients: str = "hooks", **options: object) -> np.ndarray:

@@ -7,7 +7,6 @@ what token t contributes, whatever the layer is.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +31,13 @@ class PerToken(nn.Module):
 
 def contributions(module: nn.Module, task: Task, batch: Batch, n_tokens: int) -> dict[str, Tensor]:
     """Gradient of each parameter, (sample, token, numel), by one ``backward()`` per sample."""
-    canonical: dict[int, str] = {}
-    for name, tensor in module.named_parameters():
-        canonical.setdefault(id(tensor), name)
+    canonical = {id(tensor): name for name, tensor in module.named_parameters()}
     wrapped, layers = copy.deepcopy(module), {}
     for path, layer in module.named_modules():
         if layer._parameters and path:
-            own = {n: canonical[id(p)] for n, p in layer.named_parameters(recurse=False)}
-            layers[path] = own
-            parent, _, last = path.rpartition(".")
-            made = PerToken(layer, n_tokens)
-            setattr(wrapped.get_submodule(parent), last, made)
+            own = layer.named_parameters(recurse=False)
+            layers[path] = {name: canonical[id(p)] for name, p in own}
+            wrapped.set_submodule(path, PerToken(layer, n_tokens))
     sizes = dict(module.named_parameters())
     n = len(next(iter(batch.values())))
     found = {
@@ -55,13 +50,9 @@ def contributions(module: nn.Module, task: Task, batch: Batch, n_tokens: int) ->
         plain = Forward(wrapped, dict(wrapped.named_parameters()), dict(wrapped.named_buffers()))
         task.output(plain, one)[0].backward()
         for path, own in layers.items():
-            for t, each in enumerate(_copies(wrapped, path)):
+            for t, each in enumerate(wrapped.get_submodule(path).copies):
                 for inside, name in own.items():
                     grad = each.get_parameter(inside).grad
                     if grad is not None:
                         found[name][i, t] += grad.flatten()
     return found
-
-
-def _copies(wrapped: nn.Module, path: str) -> Any:
-    return wrapped.get_submodule(path).copies

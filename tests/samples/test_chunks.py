@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import dask
+import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
@@ -24,8 +25,7 @@ def samples(**options: Any) -> xr.Dataset:
 
 
 def block_of(ds: xr.Dataset) -> int:
-    sizes = ds.chunksizes["sample"]
-    return max(sizes)
+    return max(ds.chunksizes["sample"])
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_auto__is_the_default_of_all_sources() -> None:
         td.from_dataframe(frame, variables={"x": "x"}),
     ]
     assert [ds.attrs["chunks"] for ds in made] == ["auto"] * 3
-    wide = np.broadcast_to(np.float32(1), (64 * 1024, 2048))
+    wide = da.ones((64 * 1024, 2048), dtype=np.float32, chunks=4096)
     with dask.config.set(scheduler="sync"):
         labelled = xr.DataArray(wide, dims=("sample", "proj_dim"))
         assert block_of(td.from_features(labelled, "ones")) == 1024

@@ -222,13 +222,12 @@ def test_from_dataframe__tasks_read_their_row_groups_only(
     with raise_if_dask_computes():
         ds = read(tmp_path, 3, variables={"y": "label", "image": "pixels"}, coords=["lang"])
     groups_read, original = [], Files._read
-    monkeypatch.setattr(
-        Files,
-        "_read",
-        lambda self, path, groups, names: (
-            groups_read.append(groups) or original(self, path, groups, names)
-        ),
-    )
+
+    def reading(self: Files, path: str, groups: range, names: list[str]) -> pa.Table:
+        groups_read.append(groups)
+        return original(self, path, groups, names)
+
+    monkeypatch.setattr(Files, "_read", reading)
     ds.isel(sample=slice(3, 6)).compute()
     assert groups_read == [range(1, 2)]
     ds.isel(sample=slice(9, 12)).compute()

@@ -25,7 +25,7 @@ from trakdask.models.tasks.protocol import task_facts, task_spec
 from trakdask.projection import SJLT, Projector, RowMap
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.provenance import BY_CHECKPOINT, REQUIRED_SPEC, as_values, digest, require_same
-from trakdask.samples.array_source import lazy_variables, validate_samples
+from trakdask.samples.array_source import lazy_variable, validate_samples
 from trakdask.samples.coords import normalise_coord
 from trakdask.samples.datasets import source_of
 from trakdask.variables import (
@@ -274,7 +274,7 @@ def inputs_of(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
             f"{task_spec(model.task)}"
         )
     coords = {name: samples[name].values for name in names if name in samples.coords}
-    lazy = lazy_variables(coords, samples.chunksizes[SAMPLE][0]) if coords else {}
+    lazy = {n: lazy_variable(n, c, samples.chunksizes[SAMPLE][0]) for n, c in coords.items()}
     return {name: lazy.get(name, samples.variables[name]).data for name in names}
 
 

@@ -7,6 +7,7 @@ called. So while hooks are needed, the module runs the same steps in the code be
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -62,18 +63,13 @@ def _attend(
     """Return the same as the module itself."""
 
     def seen(projection: str, x: Tensor, y: Tensor) -> Tensor:
-        changed: Tensor | None = None
-        if projection in hooks:
-            changed = hooks[projection](module, (x,), {}, y)
+        hook = hooks.get(projection)
+        changed: Tensor | None = None if hook is None else hook(module, (x,), {}, y)
         return y if changed is None else changed
 
     def in_layout(x: Tensor) -> Tensor:
         """Change between the layout of the caller and (batch, length, width); its own inverse."""
         return x if module.batch_first or not is_batched else x.transpose(0, 1)
-
-    def by_head(x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(2, (module.num_heads, -1))
-        return heads.transpose(1, 2)
 
     # 1. One layout for all callers: (batch, length, width).
     is_batched = query.ndim == 3
@@ -85,10 +81,8 @@ def _attend(
         spans = [(0, 3)] if query is key else [(0, 1), (1, 3)]
     else:
         spans = [(0, 1), (1, 2), (2, 3)]
-    projected: list[Tensor] = []
-    for start, stop in spans:
-        projected += _in_projection(module, seen, inputs[start], start, stop)
-    q, k, v = projected
+    made = (_in_projection(module, seen, inputs[span[0]], *span) for span in spans)
+    q, k, v = itertools.chain.from_iterable(made)
     # 3. Keys and values that the module adds to those of the caller.
     if module.bias_k is not None:
         of_samples = (len(k), -1, -1)
@@ -98,7 +92,7 @@ def _attend(
         k, v = (functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
     n_added = k.shape[1] - inputs[1].shape[1]
     # 4. Each head attends. The fused function gives no weights, so they take products of their own.
-    q, k, v = map(by_head, (q, k, v))
+    q, k, v = (x.unflatten(2, (module.num_heads, -1)).transpose(1, 2) for x in (q, k, v))
     mask = _mask(q, attn_mask, key_padding_mask, n_added)
     weights = None
     if need_weights:
@@ -143,9 +137,7 @@ def _mask(
         masks.append(attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, q.shape[:2]))
     if key_padding_mask is not None:
         masks.append(key_padding_mask[:, None, None])
-    total = None
-    for mask in masks:
+    for i, mask in enumerate(masks):
         if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
-        total = mask if total is None else total + mask
-    return None if total is None else functional.pad(total, (0, n_added))
+            masks[i] = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask, -torch.inf)
+    return functional.pad(sum(masks[1:], masks[0]), (0, n_added)) if masks else None

@@ -140,7 +140,15 @@ def make_checkpoints(
             f"expected checkpoints with different weights, got the same in {twice}; try leaving "
             "the copies out"
         )
-    numbers = _ids(digests, ids)
+    numbers = [int(digest[:8], 16) for digest in digests]
+    if ids is not None:
+        what, remedy = "each of checkpoint_ids", "try checkpoint_ids=None, for ids from the content"
+        numbers = [require_integer(what, n, 0, 2**32, remedy=remedy) for n in ids]
+        if not len(numbers) == len(digests) == len(set(numbers)):
+            raise ValueError(
+                f"expected {len(digests)} different checkpoint_ids, one per checkpoint, got "
+                f"{numbers}; {remedy}"
+            )
     return tuple(replace(checkpoint, id=id) for checkpoint, id in zip(opened, numbers, strict=True))
 
 
@@ -159,7 +167,19 @@ def cached_state(checkpoint: Checkpoint, module: nn.Module) -> State:
     The hash is verified at each read, because a file that has changed since the model was created
     would give features of other weights under the old name.
     """
-    state = _states.get(checkpoint.digest, lambda: _read_verified(checkpoint, module))
+
+    def read() -> State:
+        source = checkpoint.source
+        state = source(module) if callable(source) else source
+        if (digest := _digest(state, checkpoint.base)) != checkpoint.digest:
+            raise CheckpointError(
+                f"expected checkpoint {checkpoint.name!r} as td.Model has read it (content hash "
+                f"{checkpoint.digest[:12]}), got {digest[:12]} on host {socket.gethostname()!r}; "
+                "try creating the td.Model again"
+            )
+        return state
+
+    state = _states.get(checkpoint.digest, read)
     if checkpoint.base is None:
         return state
     return cached_state(checkpoint.base, module) | state
@@ -168,18 +188,6 @@ def cached_state(checkpoint: Checkpoint, module: nn.Module) -> State:
 def cache_states(most_bytes: int) -> None:
     """Let this process cache the tensors of as many checkpoints as fit in these bytes."""
     _states.most_bytes = most_bytes
-
-
-def _read_verified(checkpoint: Checkpoint, module: nn.Module) -> State:
-    source = checkpoint.source
-    state = source(module) if callable(source) else source
-    if (digest := _digest(state, checkpoint.base)) != checkpoint.digest:
-        raise CheckpointError(
-            f"expected checkpoint {checkpoint.name!r} as td.Model has read it (content hash "
-            f"{checkpoint.digest[:12]}), got {digest[:12]} on host {socket.gethostname()!r}; try "
-            "creating the td.Model again"
-        )
-    return state
 
 
 def read_state(value: CheckpointLike) -> State:
@@ -383,16 +391,3 @@ def folder_at(place: str) -> Folder | None:
         fs, path = fsspec.core.url_to_fs(place, **UNCACHED)
         return None if fs.isfile(path) else Folder(place)
     return Folder(place) if os.path.isdir(place) else None
-
-
-def _ids(digests: list[str], ids: Iterable[int] | None) -> list[int]:
-    if ids is None:
-        return [int(digest[:8], 16) for digest in digests]
-    remedy = "try checkpoint_ids=None, for ids from the content"
-    numbers = [require_integer("each of checkpoint_ids", n, 0, 2**32, remedy=remedy) for n in ids]
-    if not len(numbers) == len(digests) == len(set(numbers)):
-        raise ValueError(
-            f"expected {len(digests)} different checkpoint_ids, one per checkpoint, got {numbers}; "
-            f"{remedy}"
-        )
-    return numbers

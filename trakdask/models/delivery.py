@@ -63,41 +63,32 @@ class Delivery:
         """Release the uses of parameters that were not delivered."""
         self._uses.clear()
 
-    def _is_sliced(self, name: str) -> bool:
-        """Return whether a gradient is computed in slices: because it is large, or written."""
-        parameter, rules = self._parameters[name], self._rules[name]
-        is_large = self._n_rows * parameter.nbytes > _slice_bytes(parameter)
-        is_written = self._buffer_for is not None and rules <= WRITES_TO
-        return rules <= SLICEABLE and (is_large or is_written)
-
     def _deliver(self, name: str) -> None:
         """Pass on the gradient of a parameter, or of some of its rows after the other."""
         del self._due[name]
-        uses, parameter = self._uses.pop(name), self._parameters[name]
+        uses, parameter, rules = self._uses.pop(name), self._parameters[name], self._rules[name]
         if not uses:
             self._sink(name, parameter.new_zeros(1).expand(self._n_rows, parameter.numel()))
-        elif not self._is_sliced(name):
+            return
+        # 1. Slices, if a gradient is large, or written where the sink says.
+        most = _SLICE_BYTES.get(parameter.device.type, _SLICE_BYTES_OF_GPU)
+        buffer_for = self._buffer_for if rules <= WRITES_TO else None
+        is_large = self._n_rows * parameter.nbytes > most
+        if not rules <= SLICEABLE or not (is_large or buffer_for):
             self._sink(name, _summed(uses))
-        else:
-            start, width = 0, parameter[0].numel()
-            while start < len(parameter):
-                n, buffer = self._next_rows(name, start)
-                rows = slice(start, min(start + n, len(parameter)))
-                self._sink(name, _summed(uses, rows, buffer), start * width)
-                start = rows.stop
-
-    def _next_rows(self, name: str, start: int) -> tuple[int, Tensor | None]:
-        """Return how many rows of a weight to compute next, and where to write their gradient."""
-        parameter = self._parameters[name]
-        width = parameter[0].numel()
-        buffer = None
-        if self._buffer_for is not None and self._rules[name] <= WRITES_TO:
-            buffer = self._buffer_for(name, start * width)
-        if buffer is None:
-            bytes_of_row = self._n_rows * width * parameter.element_size()
-            return max(1, _slice_bytes(parameter) // bytes_of_row), None
-        n = buffer.shape[1] // width
-        return (n, buffer[:, : n * width]) if n else (1, None)
+            return
+        # 2. As many rows of the weight at once as fit in a slice, or in the buffer of the sink.
+        start, width = 0, parameter[0].numel()
+        while start < len(parameter):
+            buffer = buffer_for(name, start * width) if buffer_for else None
+            if buffer is None:
+                n = max(1, most // (self._n_rows * width * parameter.element_size()))
+            else:
+                n = buffer.shape[1] // width
+                buffer = buffer[:, : n * width] if n else None
+            rows = slice(start, min(start + max(1, n), len(parameter)))
+            self._sink(name, _summed(uses, rows, buffer), start * width)
+            start = rows.stop
 
 
 def _summed(
@@ -111,7 +102,3 @@ def _summed(
     for use in uses[1:]:
         gradient += use(*where)
     return gradient
-
-
-def _slice_bytes(parameter: Tensor) -> int:
-    return _SLICE_BYTES.get(parameter.device.type, _SLICE_BYTES_OF_GPU)

@@ -169,8 +169,9 @@ class GradientCollector:
 
     def _tap(self, call: Call, output: Any) -> Any:
         """Give every tensor of the output a batch axis, and make autograd call back for it."""
+        # 1. The tensors that the backward pass is to reach.
         leaves, spec = ([output], None) if isinstance(output, Tensor) else tree_flatten(output)
-        taps = []
+        taps, axes = [], []
         for i, (leaf, axis) in enumerate(zip(leaves, call.out_axes, strict=True)):
             if is_floating(leaf):
                 leaf = leaf if axis is not None else by_sample(leaf, axis, self._n_samples)
@@ -178,37 +179,41 @@ class GradientCollector:
                 # A view if the layer may have made another output from this one: only uses outside
                 # of the layer may add to the gradient.
                 leaves[i] = leaf.view_as(leaf) if len(leaves) > 1 else leaf
-                taps.append((leaves[i], axis or 0))
+                taps.append(leaves[i])
+                axes.append(axis or 0)
         for name in call.layer.selected.values():
             self._delivery.expect(name)
-        if taps:
-            if self._n_tokens is not None:
-                x, sizes = first_leaf(*call.inputs), (self._n_samples, self._n_tokens)
-                of_tokens = is_by_token(*taps[0], *sizes) and (
-                    not isinstance(x, Tensor) or is_by_token(x, call.in_axes[0], *sizes)
-                )
-                call = replace(call, by_token=of_tokens or not self._has_others)
-            self._handles.append(self._call_back(call, *zip(*taps, strict=True)))
-        return leaves[0] if spec is None else tree_unflatten(leaves, spec)
-
-    def _call_back(self, call: Call, leaves: Sequence[Tensor], axes: Sequence[int]) -> Any:
-        """Register a function to call once the gradients of a call's outputs are known."""
-        # The number of hooks so far is a key that no other call has: handles are only added until
-        # the backward pass is over. It is not the path of the layer, which may be called again
-        # before autograd has finished its first call.
+        result = leaves[0] if spec is None else tree_unflatten(leaves, spec)
+        if not taps:
+            return result
+        # 2. Whether gradients are divided among tokens.
+        if self._n_tokens is not None:
+            x, sizes = first_leaf(*call.inputs), (self._n_samples, self._n_tokens)
+            of_tokens = is_by_token(taps[0], axes[0], *sizes) and (
+                not isinstance(x, Tensor) or is_by_token(x, call.in_axes[0], *sizes)
+            )
+            call = replace(call, by_token=of_tokens or not self._has_others)
+        # 3. What to call once the gradients of the outputs are known. The number of hooks so far is
+        # a key that no other call has: handles are only added until the backward pass is over. It
+        # is not the path of the layer, which may be called again before autograd has finished its
+        # first call.
         key, rules = len(self._handles), call.layer.rules
         self._calls[key] = call
         # Where rows of a sample were folded into the batch axis, only rules that treat all
         # positions alike are right: to others, the axis behind the samples would be channels.
-        is_folded = leaves[0].shape[axes[0]] != self._n_samples
+        is_folded = taps[0].shape[axes[0]] != self._n_samples
         needed = [rules[inside] for inside in call.layer.selected] if rules else []
+        handle: Any
         if needed and (BY_POSITION.issuperset(needed) or not is_folded):
-            return leaves[0].register_hook(
+            handle = taps[0].register_hook(
                 lambda delta: self._by_rules(self._calls.pop(key), delta, axes[0])
             )
-        return torch.autograd.graph.register_multi_grad_hook(
-            leaves, lambda deltas: self._locally(self._calls.pop(key), deltas, axes)
-        )
+        else:
+            handle = torch.autograd.graph.register_multi_grad_hook(
+                taps, lambda deltas: self._locally(self._calls.pop(key), deltas, axes)
+            )
+        self._handles.append(handle)
+        return result
 
     def _rows(self, call: Call, value: Any, axis: int | None) -> Any:
         """Return a value that a layer took or returned, (rows, ...), rows being samples or tokens.
@@ -258,8 +263,13 @@ class GradientCollector:
 
     def _locally(self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]) -> None:
         """Differentiate a module without rules on its own, row by row."""
-        if call.by_token:
-            call, deltas, axes = self._by_token(call, deltas, axes)
+        if call.by_token:  # as if of a batch of single tokens
+            leaves, spec = tree_flatten(call.inputs)
+            leaves = [self._rows(call, *pair) for pair in zip(leaves, call.in_axes, strict=True)]
+            in_axes = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
+            deltas = [self._rows(call, *pair) for pair in zip(deltas, axes, strict=True)]
+            call = replace(call, inputs=tree_unflatten(leaves, spec), in_axes=in_axes)
+            axes = [0] * len(deltas)
         forward, layer = self._forward, call.layer
         tensors = {i: forward.parameters[name] for i, name in layer.parameters.items()}
         prefix = f"{layer.path}." if layer.path else ""
@@ -274,17 +284,6 @@ class GradientCollector:
             rows = gradients[inside].reshape(n_rows, -1)
             gradient = in_coordinates(rows, name, forward, self._rotations)
             self._use(call, name, lambda gradient=gradient: gradient)
-
-    def _by_token(
-        self, call: Call, deltas: Sequence[Tensor | None], axes: Sequence[int]
-    ) -> tuple[Call, list[Tensor | None], list[int]]:
-        """Return the call, and the gradients of its outputs, as if of a batch of single tokens."""
-        leaves, spec = tree_flatten(call.inputs)
-        leaves = [self._rows(call, *pair) for pair in zip(leaves, call.in_axes, strict=True)]
-        in_axes = [0 if isinstance(leaf, Tensor) else None for leaf in leaves]
-        deltas = [self._rows(call, *pair) for pair in zip(deltas, axes, strict=True)]
-        inputs = tree_unflatten(leaves, spec)
-        return replace(call, inputs=inputs, in_axes=in_axes), deltas, [0] * len(deltas)
 
     def _use(self, call: Call, name: str, rows_of_gradient: Callable[..., Tensor]) -> None:
         """Pass on the function that gives the gradient of one use."""

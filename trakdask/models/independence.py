@@ -55,7 +55,16 @@ def reads_values(forward: Forward, task: Task, batch: Batch) -> bool:
     """
 
     def find() -> bool:
-        return not _runs_without_values(forward, task, repeated(batch, 2))
+        # Whatever error a pass raises, it is safe to assume that values are read.
+        two, watch = repeated(batch, 2), Watching(_refuse_values)
+        with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]), _NoArrays(), watch:
+            task.output(forward, two)
+            return False
+        with suppress(Exception), fake_tensor_mode() as mode, torch.no_grad():
+            fake = Batch({name: mode.from_tensor(value) for name, value in two.items()})
+            task.output(forward, fake)
+            return False
+        return True
 
     return bool(once_per_task("reads values", forward, task, batch, None, find))
 
@@ -79,22 +88,6 @@ class _NoArrays(TorchFunctionMode):
 
 _STEERING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CONVERSIONS = {Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.untyped_storage}
-
-
-def _runs_without_values(forward: Forward, task: Task, batch: Batch) -> bool:
-    """Return whether a pass reads no value, or runs on tensors without values; False if unsure.
-
-    Whatever error a pass raises, it is safe to assume that values are read.
-    """
-    no_values = Watching(_refuse_values)
-    with suppress(Exception), torch.no_grad(), torch.random.fork_rng([]), _NoArrays(), no_values:
-        task.output(forward, batch)
-        return True
-    with suppress(Exception), fake_tensor_mode() as mode, torch.no_grad():
-        fake = Batch({name: mode.from_tensor(value) for name, value in batch.items()})
-        task.output(forward, fake)
-        return True
-    return False
 
 
 def require_same_alone(
@@ -174,7 +167,17 @@ def require_close(
     for name, (value, expected, scale) in zip(("output", "out_to_loss"), found, strict=True):
         if least and not math.isfinite(value):
             return  # the sample fails, and says why
-        if _differ(value, expected, scale, allowed):
+        # The second term is for outputs near zero: f is a difference of logits, and rounding errors
+        # are relative to these. The largest f of the batch stands for their size; ten times, as
+        # logits may be larger than any difference of them. In float32 the term does not exceed
+        # 1e-4, so that Q, which is at most 1 and tiny for samples that are learned, is compared at
+        # all. In coarser numbers, where 1e-4 is less than one rounding of a number near 1, it may
+        # be larger.
+        floor = 1e-4 if allowed <= 1e-3 else allowed
+        differs = abs(value - expected) > allowed * abs(expected) + min(floor, 10 * allowed * scale)
+        if not (math.isfinite(value) and math.isfinite(expected)):
+            differs = math.isfinite(value) != math.isfinite(expected)
+        if differs:
             text = (
                 f"expected the {name} of sample {{sample}} to be the same alone and in a batch, "
                 f"got {expected:.4g} alone and {value:.4g} in a batch of {len(in_batch[0])}: the "
@@ -184,19 +187,6 @@ def require_close(
                 "axis, or, if it branches, try gradients='loop', which runs every sample alone"
             )
             raise SampleError(text, row)
-
-
-def _differ(left: float, right: float, scale: float, relative: float) -> bool:
-    """Return whether numbers differ by more than rounding error."""
-    if not (math.isfinite(left) and math.isfinite(right)):
-        return math.isfinite(left) != math.isfinite(right)
-    # The second term is for outputs near zero: f is a difference of logits, and rounding errors are
-    # relative to these. The largest f of the batch stands for their size; ten times, as logits may
-    # be larger than any difference of them. In float32 the term does not exceed 1e-4, so that Q,
-    # which is at most 1 and tiny for samples that are learned, is compared at all. In
-    # coarser numbers, where 1e-4 is less than one rounding of a number near 1, it may be larger.
-    floor = 1e-4 if relative <= 1e-3 else relative
-    return abs(left - right) > relative * abs(right) + min(floor, 10 * relative * scale)
 
 
 def tolerance(dtype: torch.dtype, device: str) -> float:

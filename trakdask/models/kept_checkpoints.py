@@ -163,8 +163,7 @@ class _Keeper:
             if self.second_moments:
                 save_file(_moments(model, optimizer), partial / MOMENTS_FILE)
         self._rates[name] = sum(rates) / len(rates)
-        content = json.dumps(self._rates, indent=1).encode()
-        self._files.write(_RATES_FILE, content)
+        self._files.write(_RATES_FILE, json.dumps(self._rates, indent=1).encode())
 
 
 def _moments(model: Any, optimizer: Any) -> dict[str, Tensor]:

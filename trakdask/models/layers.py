@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -65,20 +65,36 @@ def hookable_layers(
     how the parameter is used. (Children without parameters, such as activations, are hooked with
     their parent.)
     """
-    canonical: dict[int, str] = {}
-    for name, tensor in module.named_parameters():
-        canonical.setdefault(id(tensor), name)
+    canonical = {id(tensor): name for name, tensor in module.named_parameters()}
+    # 1. Modules, each once, and parents first. Some use the parameters of their children without
+    # calling these, which then belong to them.
+    containers = (nn.ParameterDict, nn.ParameterList)
     hookable: list[tuple[str, nn.Module, dict[str, str]]] = []
-    rest = set()
-    for path, submodule, whole in _submodules(module):
+    rest, inside = set[str](), set[int]()
+    for path, part in module.named_modules():
+        children = list(part.children())
+        whole = (
+            isinstance(part, nn.MultiheadAttention)
+            or bool(getattr(part, "lora_magnitude_vector", None))  # DoRA of PEFT
+            or any(isinstance(c, containers) and len(c) for c in children)
+        )
+        is_inside = id(part) in inside
+        if whole or is_inside:
+            inside.update(map(id, children))
+        if is_inside:
+            continue
         all_names = {
-            inside: canonical[id(tensor)]
-            for inside, tensor in submodule.named_parameters(recurse=whole, remove_duplicate=False)
+            name: canonical[id(tensor)]
+            for name, tensor in part.named_parameters(recurse=whole, remove_duplicate=False)
         }
-        if not whole and _is_mixed(submodule):
+        # Children with parameters must be hooked, too, and do not show how the module's own ones
+        # are used. A parametrization returns a weight, which has no batch axis to hook.
+        has_below = any(True for child in children for _ in child.parameters())
+        if not whole and (has_below or isinstance(part, ParametrizationList)):
             rest |= set(all_names.values()) & set(names)
         else:
-            hookable.append((path, submodule, all_names))
+            hookable.append((path, part, all_names))
+    # 2. Their rules. A projection of attention is a layer of its own.
     layers = []
     for path, submodule, all_names in hookable:
         # A weight that is tied to one that hooks cannot handle is not handled by them either.
@@ -94,37 +110,6 @@ def hookable_layers(
             fits = set(selected) <= set(rules)
             layers.append(HookedLayer(path, selected, all_names, rules if fits else {}))
     return tuple(layers), tuple(name for name in names if name in rest)
-
-
-def _submodules(module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield a path of each module, the module, and whether its children belong to it."""
-    inside: set[int] = set()
-    for path, part in module.named_modules():  # each once, and parents first
-        whole = _uses_parameters_of_children(part)
-        if id(part) not in inside:
-            yield path, part, whole
-        if whole or id(part) in inside:
-            inside.update(map(id, part.children()))
-
-
-def _is_mixed(module: nn.Module) -> bool:
-    """Return whether a module with parameters of its own has children that must be hooked, too.
-
-    A parametrization returns a weight, which has no batch axis, so it cannot be hooked.
-    """
-    below = (tensor for child in module.children() for tensor in child.parameters())
-    return isinstance(module, ParametrizationList) or any(True for _ in below)
-
-
-def _uses_parameters_of_children(module: nn.Module) -> bool:
-    """Return whether a module uses the parameters of its children without calling the children."""
-    is_dora = bool(getattr(module, "lora_magnitude_vector", None))  # of PEFT
-    containers = (nn.ParameterDict, nn.ParameterList)
-    return (
-        isinstance(module, nn.MultiheadAttention)
-        or is_dora
-        or any(isinstance(c, containers) and len(c) for c in module.children())
-    )
 
 
 def require_layers_of_tokens(module: nn.Module, names: Sequence[str]) -> None:

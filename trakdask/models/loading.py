@@ -32,13 +32,13 @@ _HOOKS = (
 
 def loads_itself(module: nn.Module) -> bool:
     """Return whether code that is not torch's has a part in loading or saving a module."""
-    return any(_has_own_code(part) and part.state_dict() for part in module.modules())
-
-
-def _has_own_code(part: nn.Module) -> bool:
-    methods = [getattr(type(part), name) for name in _METHODS]
-    hooks = [hook for name in _HOOKS for hook in vars(part)[name].values()]
-    return not all(is_library(getattr(code, "__module__", None)) for code in methods + hooks)
+    for part in module.modules():
+        methods = [getattr(type(part), name) for name in _METHODS]
+        hooks = [hook for name in _HOOKS for hook in vars(part)[name].values()]
+        is_torchs = all(is_library(getattr(c, "__module__", None)) for c in methods + hooks)
+        if not is_torchs and part.state_dict():
+            return True
+    return False
 
 
 def is_extra_state(name: str) -> bool:
@@ -63,15 +63,13 @@ def as_state(content: Mapping[Any, Any]) -> State:
     """
     state: Any = OrderedDict()
     for name, value in content.items():
-        state[str(name)] = _as_bytes(value) if is_extra_state(str(name)) else value
+        if is_extra_state(str(name)):
+            file = io.BytesIO()
+            torch.save(value, file)
+            value = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        state[str(name)] = value
     state._metadata = getattr(content, "_metadata", None)
     return cast(State, state)
-
-
-def _as_bytes(value: Any) -> Tensor:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 def load(

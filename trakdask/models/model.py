@@ -26,7 +26,7 @@ from trakdask.models.checkpoints import (
     read_base,
 )
 from trakdask.models.loading import State, load, loads_itself
-from trakdask.models.modules import code_digests, evaluating, require_plain, select_parameters
+from trakdask.models.modules import code_digests, require_plain, select_parameters
 from trakdask.models.pretrained import building, keep_what_is_saved, without_adapters
 from trakdask.models.reading import Reading, require_replaceable, without_weights
 from trakdask.models.tasks import Forward, Task, TrakTask, resolve_task, task_spec
@@ -210,9 +210,7 @@ class Model:
         bind = getattr(self.task, "for_variables", None)
         if bind is None:
             return self
-        bound = copy.copy(self)
-        bound.task = bind(n_dims)
-        return bound
+        return self._with(task=bind(n_dims))
 
     def at_checkpoints(self, names: Sequence[str]) -> Model:
         """Return the model at some of its checkpoints, in their order; itself if it lacks one.
@@ -222,15 +220,11 @@ class Model:
         by_name = {checkpoint.name: checkpoint for checkpoint in self.checkpoints}
         if not set(names) <= set(by_name):
             return self
-        selected = copy.copy(self)
-        selected.checkpoints = tuple(by_name[name] for name in names)
-        return selected
+        return self._with(checkpoints=tuple(by_name[name] for name in names))
 
     def differentiating(self, names: Sequence[str]) -> Model:
         """Return the model of which only some of the selected parameters are differentiated."""
-        fewer = copy.copy(self)
-        fewer.shapes = {name: self.shapes[name] for name in names}
-        return fewer
+        return self._with(shapes={name: self.shapes[name] for name in names})
 
     def spec(self) -> dict[str, Any]:
         """Return everything that determines the gradients, as plain JSON values."""
@@ -272,26 +266,23 @@ class Model:
             found = read.digests(module)
             first = self._state.setdefault(checkpoint.name if checkpoint else "", found)
             labels = read.labels(module) if found != first else set()
-            self._require_same(first, found, labels)
+            for name in {**first, **found}:
+                if first.get(name) != found.get(name) and name not in labels:
+                    raise ValueError(
+                        f"expected the same model whenever build = {_named(self.build)} is called, "
+                        f"as each thread does, got a difference in {name!r}, which is not in "
+                        "checkpoints; try register_buffer (and checkpoints that have it), or "
+                        "torch.manual_seed(0) inside build, or the module itself: "
+                        "td.Model(module, ...)"
+                    )
         return module, read
 
-    def _require_same(
-        self, first: Mapping[str, str], found: Mapping[str, str], labels: set[str]
-    ) -> None:
-        """Compare what is not in checkpoints, and no label, with what td.Model has read."""
-        for name in {**first, **found}:
-            if first.get(name) != found.get(name) and name not in labels:
-                raise ValueError(
-                    f"expected the same model whenever build = {_named(self.build)} is called, as "
-                    f"each thread does, got a difference in {name!r}, which is not in checkpoints; "
-                    "try register_buffer (and checkpoints that have it), or torch.manual_seed(0) "
-                    "inside build, or the module itself: td.Model(module, ...)"
-                )
-
-    def __copy__(self) -> Model:
+    def _with(self, **changes: Any) -> Model:
         other = object.__new__(type(self))
-        vars(other).update(vars(self))
+        vars(other).update(vars(self) | changes)
         return other
+
+    __copy__ = _with
 
     def __reduce__(self) -> tuple[Any, ...]:
         # distributed has a way of its own with tensors, which does not know those without values;
@@ -356,35 +347,43 @@ def _built_base(module: torch.nn.Module, build: Any) -> State:
 
 @torch.inference_mode(False)
 def _meta_module(build: Any) -> torch.nn.Module:
+    """Return a module in evaluation mode, such that every engine can differentiate it."""
     with building:
         module = _built(build)
         if not isinstance(build, torch.nn.Module):
             keep_what_is_saved(module)
-        module = uncompiled(evaluating(module))
+        # On GPUs, cuDNN differentiates recurrent layers in training mode only. Without dropout they
+        # compute the same in both modes. Sparse gradients of embeddings have the same values as
+        # dense ones, which vmap needs.
+        for part in module.eval().modules():
+            if isinstance(part, torch.nn.RNNBase):
+                part.training, part.dropout = True, 0.0
+            elif isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag):
+                part.sparse = False
+        module = uncompiled(module)
         return module if loads_itself(module) else without_weights(module)
 
 
 def _built(build: Any) -> torch.nn.Module:
-    if isinstance(build, torch.nn.Module):
-        require_plain(build)  # before it is copied, which modules of other code cannot be
-        require_replaceable(build)  # copies do not share memory
-        try:
-            return copy.deepcopy(build)
-        except Exception as err:
-            raise TypeError(
-                f"expected a module that can be copied, since each thread has its own, got an "
-                f"error for {_not_copied(build)!r} ({type(err).__name__}: {err}); try td.Model("
-                "build, [module.state_dict()], ...) with a function build that returns the module"
-            ) from err
-    module = (import_callable(build, "build") if isinstance(build, str) else build)()
+    is_module = isinstance(build, torch.nn.Module)
+    function = import_callable(build, "build") if isinstance(build, str) else build
+    module = build if is_module else function()
     if not isinstance(module, torch.nn.Module):
         raise TypeError(
             f"expected an nn.Module from build = {_named(build)}, got {type(module).__name__}; try "
             "returning the module from the function"
         )
+    # Before it is copied, which modules of other code cannot be, and copies do not share memory.
     require_plain(module)
     require_replaceable(module)
-    return module
+    try:
+        return copy.deepcopy(module) if is_module else module
+    except Exception as err:
+        raise TypeError(
+            f"expected a module that can be copied, since each thread has its own, got an "
+            f"error for {_not_copied(build)!r} ({type(err).__name__}: {err}); try td.Model("
+            "build, [module.state_dict()], ...) with a function build that returns the module"
+        ) from err
 
 
 def _not_copied(module: torch.nn.Module) -> str:

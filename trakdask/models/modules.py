@@ -52,21 +52,6 @@ def require_plain(module: nn.Module) -> None:
             )
 
 
-def evaluating(module: nn.Module) -> nn.Module:
-    """Put a module in evaluation mode, such that every engine can differentiate it.
-
-    On GPUs, cuDNN differentiates recurrent layers in training mode only. Without dropout they
-    compute the same in both modes. Sparse gradients of embeddings have the same values as dense
-    ones, which vmap needs.
-    """
-    for part in module.eval().modules():
-        if isinstance(part, nn.RNNBase):
-            part.training, part.dropout = True, 0.0
-        elif isinstance(part, nn.Embedding | nn.EmbeddingBag):
-            part.sparse = False
-    return module
-
-
 def select_parameters(module: nn.Module, selection: Any) -> tuple[str, ...]:
     """Return the names of the selected parameters, in the order of the module.
 

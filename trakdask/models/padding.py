@@ -58,7 +58,7 @@ def _cut(batch: Batch, names: tuple[str, ...], length: int) -> Batch:
     return Batch({name: part(name, value) for name, value in batch.items()})
 
 
-def ignores_padding(forward: Forward, task: Task, batch: Batch) -> bool:
+def ignores_padding(forward: Forward, task: Any, batch: Batch) -> bool:
     """Return whether the logits of a model stay the same if padding is cut.
 
     The second half of the longest sequence is declared to be padding for that, so that it does not
@@ -77,14 +77,10 @@ def ignores_padding(forward: Forward, task: Task, batch: Batch) -> bool:
     shorter = row_of(batch, row)
     shorter[MASK] = shorter[MASK].clone()
     shorter[MASK][:, half:] = 0
-    whole, cut = (_logits(forward, task, part) for part in (shorter, _cut(shorter, names, half)))
+    with torch.no_grad():
+        whole, cut = (task.logits(forward, b) for b in (shorter, _cut(shorter, names, half)))
     if cut.ndim == 3:  # of tokens; logits at padding on the left do not matter
         kept = used[row, : cut.shape[1]]
         whole, cut = whole[:, : cut.shape[1]][:, kept], cut[:, kept]
     allowed = tolerance(cut.dtype, cut.device.type) * float(cut.abs().max())
     return bool(((whole - cut).abs() <= allowed).all())
-
-
-def _logits(forward: Forward, task: Any, batch: Batch) -> Tensor:
-    with torch.no_grad():
-        return task.logits(forward, batch)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trakdask.models.attention import visible
-from trakdask.models.calls import is_by_token
+from trakdask.models.calls import by_sample, is_by_token
 from trakdask.models.independence import allowed_error, once_per_task, repeated
 from trakdask.models.layers import HookedLayer, hookable_layers
 from trakdask.models.tasks import Batch, Forward, Task
@@ -63,12 +63,7 @@ def with_copies(forward: Forward, names: Sequence[str], n: int) -> Forward:
     scales of channels have none.
     """
     tensors = {name: forward.parameters[name].detach() for name in names}
-    return forward.with_parameters({name: _copies(t, n) for name, t in tensors.items()})
-
-
-def _copies(tensor: Tensor, n: int) -> Tensor:
-    one = tensor if tensor.shape[:1] == (1,) else tensor[None]
-    return one.expand(n, *one.shape[1:])
+    return forward.with_parameters({name: by_sample(t, None, n) for name, t in tensors.items()})
 
 
 def _can_be_copied(forward: Forward, task: Task, batch: Batch, name: str) -> bool:
@@ -78,7 +73,7 @@ def _can_be_copied(forward: Forward, task: Task, batch: Batch, name: str) -> boo
     """
     parameter = forward.parameters[name].detach()
     values = [parameter, 1.5 * parameter + 0.1]
-    rows = torch.cat([_copies(value, 1) for value in (*values, parameter)])
+    rows = torch.cat([by_sample(value, None, 1) for value in (*values, parameter)])
 
     def is_own(method: Callable[[Forward, Batch], Tensor]) -> bool:
         alone = [

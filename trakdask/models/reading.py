@@ -245,8 +245,12 @@ class Reading:
 
 
 def _restore(before: list[tuple[Any, Any]]) -> None:
+    """Restore the containers that do not have the objects of a copy, under the same keys."""
     for container, copy in before:
-        if not _is_same(container, copy):
+        is_same = len(container) == len(copy) and all(map(is_, container, copy))
+        if is_same and container and isinstance(container, dict):
+            is_same = all(map(is_, container.values(), copy.values()))
+        if not is_same:
             container.clear()
             (getattr(container, "extend", None) or container.update)(copy)
 
@@ -395,13 +399,3 @@ def _digest(values: list[tuple[str, Any]]) -> str:
             content = repr(value)
         digest.update(f"{name}|{content}|".encode())
     return digest.hexdigest()[:16]
-
-
-def _is_same(container: Any, before: Any) -> bool:
-    """Return whether a container has the same objects as before, under the same keys."""
-    if not container or len(container) != len(before):
-        return len(container) == len(before)
-    is_dict = isinstance(container, dict)
-    return all(map(is_, container, before)) and (
-        not is_dict or all(map(is_, container.values(), before.values()))
-    )

@@ -65,21 +65,6 @@ def _layer_of(kind: Any) -> Any:
     return layer if replaced <= _HARMLESS else None
 
 
-def _outer(delta: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
-    """Sum outer products over positions.
-
-    (batch, positions, o) and (batch, positions, i) give (batch, o * i).
-    """
-    shape = delta.shape[2], x.shape[2]
-    if into is None or into.dtype != delta.dtype:
-        out = _scratch.take("gradient", (len(delta), *shape), delta.dtype, delta.device)
-    else:
-        out = into.unflatten(1, shape)
-    if delta.shape[1] == 1:
-        return torch.mul(delta.mT, x, out=out).flatten(1)
-    return torch.bmm(delta.mT, x, out=out).flatten(1)
-
-
 def _positions(x: Tensor) -> Tensor:
     """Return (batch, positions, features)."""
     return x.reshape(len(x), -1, x.shape[-1])
@@ -94,19 +79,22 @@ def linear_weight(
     into: Tensor | None = None,
 ) -> Tensor:
     """Return δᵀx for some rows of a linear layer's weight, in ``into`` if it can be there."""
-    return _outer(_positions(delta)[..., rows], _positions(x), into)
+    delta, x = _positions(delta)[..., rows], _positions(x)
+    shape = delta.shape[2], x.shape[2]
+    if into is None or into.dtype != delta.dtype:
+        out = _scratch.take("gradient", (len(delta), *shape), delta.dtype, delta.device)
+    else:
+        out = into.unflatten(1, shape)
+    if delta.shape[1] == 1:
+        return torch.mul(delta.mT, x, out=out).flatten(1)
+    return torch.bmm(delta.mT, x, out=out).flatten(1)
 
 
 def transposed_linear_weight(
-    module: nn.Module,
-    x: Tensor,
-    delta: Tensor,
-    buffers: State,
-    rows: slice = ALL_ROWS,
-    into: Tensor | None = None,
+    module: nn.Module, x: Tensor, delta: Tensor, buffers: State, *rows_and_into: Any
 ) -> Tensor:
     """Return xᵀδ, for a weight that is stored transposed."""
-    return linear_weight(module, delta, x, buffers, rows, into)
+    return linear_weight(module, delta, x, buffers, *rows_and_into)
 
 
 def last_bias(module: nn.Module, x: Tensor, delta: Tensor, buffers: State) -> Tensor:
@@ -146,20 +134,18 @@ def _patches(module: Any, x: Tensor) -> Tensor:
     """Return a view of the padded input, (batch, channels, kernel..., positions...)."""
     n_axes = len(module.kernel_size)
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-    x = functional.pad(x, _both_sides(module), mode)
+    if isinstance(module.padding, str):
+        pairs = zip(module.kernel_size, module.dilation, strict=True)
+        totals = [(n - 1) * step if module.padding == "same" else 0 for n, step in pairs]
+        sides = [(total // 2, total - total // 2) for total in totals]
+    else:
+        sides = [(n, n) for n in module.padding]
+    # ``functional.pad`` expects the last axis first.
+    x = functional.pad(x, [n for pair in reversed(sides) for n in pair], mode)
     for axis in range(n_axes):
         reach = module.dilation[axis] * (module.kernel_size[axis] - 1) + 1
         x = x.unfold(2 + axis, reach, module.stride[axis])[..., :: module.dilation[axis]]
     return x.permute(0, 1, *range(2 + n_axes, 2 + 2 * n_axes), *range(2, 2 + n_axes))
-
-
-def _both_sides(module: Any) -> list[int]:
-    """Return the padding of all axes, last axis first, as ``functional.pad`` expects it."""
-    if not isinstance(module.padding, str):
-        return [side for axis in reversed(module.padding) for side in (axis, axis)]
-    pairs = zip(module.kernel_size, module.dilation, strict=True)
-    totals = [(n - 1) * step if module.padding == "same" else 0 for n, step in pairs]
-    return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
 
 
 def embedding_weight(
@@ -184,8 +170,7 @@ def embedding_weight(
 
 
 def _layer_norm_bias(module: Any, x: Tensor, delta: Tensor, buffers: State) -> Tensor:
-    shape = module.normalized_shape
-    return delta.reshape(len(delta), -1, math.prod(shape)).sum(1)
+    return delta.reshape(len(delta), -1, math.prod(module.normalized_shape)).sum(1)
 
 
 def _layer_norm_weight(module: Any, x: Tensor, delta: Tensor, buffers: State) -> Tensor:

@@ -56,8 +56,20 @@ def fitted(
         If there is no state dict, none fits the model, or several do; or if it has different
         tensors under the names of a tied one.
     """
-    # 1. The state dicts in the file, each by the names that may be those of the model.
-    states = _cut(states_in(content, name, key), prefix, name)
+    # 1. The state dicts in the file, each by the names that may be those of the model: without the
+    # prefix, and the names of wrappers.
+    states = states_in(content, name, key)
+    if prefix is not None or any(_plain(n) != n for state in states.values() for n in state):
+        start = _plain(f"{prefix.removesuffix('.')}.") if prefix else ""
+        given = [n for state in states.values() for n in state]
+        plain = {at: {_plain(n): t for n, t in state.items()} for at, state in states.items()}
+        cut = {at: _moved(plain[at], state, start) for at, state in states.items()}
+        states = {at: state for at, state in cut.items() if state}
+        if not states:
+            raise CheckpointError(
+                f"expected names of tensors that start with prefix={prefix!r} in checkpoint "
+                f"{name!r}, got {given[:3]}; try another prefix"
+            )
     optional = base_names(module)
     best = {at: _best_attempt(module, state, name, optional) for at, state in states.items()}
     # 2. Several that fit are a question for the user: nothing says which one was trained.
@@ -147,26 +159,6 @@ def _plain(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _cut(
-    states: Mapping[str | None, State], prefix: str | None, checkpoint: str
-) -> dict[str | None, State]:
-    """Take the tensors whose names start with a prefix, and remove it and the names of wrappers."""
-    if prefix is None and all(_plain(n) == n for state in states.values() for n in state):
-        return dict(states)
-    start = _plain(f"{prefix.removesuffix('.')}.") if prefix else ""
-    cut = {
-        at: _moved({_plain(n): t for n, t in state.items()}, state, start)
-        for at, state in states.items()
-    }
-    if not any(cut.values()):
-        names = [name for state in states.values() for name in state]
-        raise CheckpointError(
-            f"expected names of tensors that start with prefix={prefix!r} in checkpoint "
-            f"{checkpoint!r}, got {names[:3]}; try another prefix"
-        )
-    return {at: state for at, state in cut.items() if state}
 
 
 def _best_attempt(

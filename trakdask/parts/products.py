@@ -24,19 +24,22 @@ from trakdask.featurization.graphs import (
     variable_of,
 )
 from trakdask.featurization.job import FeaturizeJob, Partition
-from trakdask.featurization.preparation import prepare
+from trakdask.featurization.preparation import prepare, projector_of
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.modules import select_parameters
 from trakdask.models.plans import has_pooled_layers
 from trakdask.models.tasks import Batch, Forward
+from trakdask.models.tasks.logits import MASK
 from trakdask.projection.maps import Maps, Stream
-from trakdask.provenance import as_text
+from trakdask.provenance import as_text, require_comparable
+from trakdask.samples.token_texts import Text, token_texts
 from trakdask.variables import CHECKPOINT, MODULE, PROJ_DIM, SAMPLE, TOKEN
 
 OTHERS = "others"
 """Name of the part with the parameters that no given part has."""
 _VECTOR_BYTES = 2**28
+_TEXT_DTYPE = np.dtypes.StringDType()
 
 
 def divide(
@@ -45,21 +48,31 @@ def divide(
     *,
     parts: Any,
     features: xr.Dataset,
+    text: Text | None,
     on_error: str,
 ) -> tuple[GraphInputs, xr.Dataset]:
     """Divide samples into parts, whose features can be multiplied without being computed.
+
+    They are to be multiplied with vectors of ``features``; ``text`` is a coord of tokens.
 
     Returns
     -------
     The inputs of a graph, and a Dataset with the coords and attrs of features of the parts,
     with zeros as ``feature``.
     """
+    by_token = isinstance(parts, str) and parts == TOKEN
+    if text is not None and not by_token:
+        raise ValueError(
+            f"expected text= with parts='token' only, got it with parts={shown(parts)}; try "
+            "leaving text out"
+        )
+    projector_of(features).projector.require_back_projection()
     prepared = prepare(
         samples,
         model,
         like=features,
         on_error=on_error,
-        divide=_tokens if by_token(parts) else functools.partial(_modules, parts),
+        divide=_tokens if by_token else functools.partial(_modules, parts),
     )
     job, rows = prepared.job, prepared.rows
     assert job.partition is not None
@@ -69,13 +82,9 @@ def divide(
     like = xr.Dataset(
         {"feature": (dims, zeros)}, coords=prepared.coords, attrs=as_text(prepared.attrs)
     )
+    require_comparable(features, like, name="parts'")
     names = {MODULE: (MODULE, np.array(job.partition.names, dtype=object))}
-    return prepared, like if by_token(parts) else like.assign_coords(names)
-
-
-def by_token(parts: object) -> bool:
-    """Return whether the parts of samples are their tokens."""
-    return isinstance(parts, str) and parts == TOKEN
+    return prepared, like.assign_coords(_token_coords(prepared, text) if by_token else names)
 
 
 def _tokens(model: Model, inputs: dict[str, da.Array]) -> Partition:
@@ -93,9 +102,66 @@ def _tokens(model: Model, inputs: dict[str, da.Array]) -> Partition:
     return Partition(TOKEN, int(first.shape[1]) + has_others, has_others=has_others)
 
 
+def _token_coords(
+    prepared: GraphInputs, text: Text | None
+) -> dict[str, tuple[tuple[str, str], da.Array]]:
+    """Return ids and texts of tokens, if the first input of the model holds ids."""
+    name, ids = next(iter(prepared.inputs.items()))
+    if ids.ndim != 2 or ids.dtype.kind not in "iu":
+        if text is None:
+            return {}
+        raise ValueError(
+            f"expected token ids (sample, token) for text=, got {name!r} of {ids.dtype} and shape "
+            f"{ids.shape}; try leaving text out, and assign_coords(text=...)"
+        )
+    assert prepared.job.partition is not None
+    n_others = prepared.job.partition.size - ids.shape[1]
+
+    def coord(values: da.Array, other: Any) -> Any:
+        if n_others:
+            chunks, meta = (values.chunks[0], values.shape[1] + 1), values._meta
+            values = da.map_blocks(_with_other, values, other, chunks=chunks, meta=meta)
+        return (SAMPLE, TOKEN), values
+
+    coords = {name: coord(ids.astype(np.int64) if n_others else ids, -1)}
+    if MASK in prepared.inputs:
+        coords[MASK] = coord(prepared.inputs[MASK], 1)
+    if text is None:
+        return coords
+    token_texts(text)  # which checks it, rather than the tasks
+    texts: da.Array = da.map_blocks(
+        _text_of, ids, text=text,
+        dtype=_TEXT_DTYPE, meta=np.empty((0, 0), _TEXT_DTYPE),
+        name=f"text-{tokenize(ids.name, text)}",
+    )  # fmt: skip
+    return coords | {"text": coord(texts, f"[{OTHERS}]")}
+
+
+def _with_other(values: np.ndarray, other: Any) -> np.ndarray:
+    return np.concatenate([values, np.full((len(values), 1), other, values.dtype)], 1)
+
+
+def _text_of(ids: np.ndarray, text: Text) -> np.ndarray:
+    return np.array([*map(token_texts(text), ids.tolist())], _TEXT_DTYPE).reshape(ids.shape)
+
+
 def _modules(parts: Any, model: Model, inputs: dict[str, da.Array]) -> Partition:
     """Divide parameters among parts, by globs or words; a last part has the others."""
-    names, patterns = tuple(model.shapes), _patterns(parts)
+    # 1. The globs of each part by its name.
+    patterns: dict[str, Any] = {}
+    if isinstance(parts, Mapping):
+        patterns = dict(parts)
+    elif isinstance(parts, Sequence) and not isinstance(parts, str):
+        patterns = {word: f"*{word}*" for word in parts}
+    are_names = all(isinstance(name, str) and name for name in patterns)
+    if not patterns or not are_names or OTHERS in patterns:
+        raise ValueError(
+            f"expected parts='token', a list of words, or globs by the names of parts, none of "
+            f"which is {OTHERS!r}, got {shown(parts)}; try parts=['attn', 'mlp'], or "
+            "parts={'mlp': '*.mlp.*'}"
+        )
+    # 2. The parameters of each part, and the parts of each parameter, of which there is one.
+    names = tuple(model.shapes)
     chosen = {
         title: set(select_parameters(model.meta_module(), globs)) & set(names)
         for title, globs in patterns.items()
@@ -117,23 +183,6 @@ def _modules(parts: Any, model: Model, inputs: dict[str, da.Array]) -> Partition
     parts = [*patterns, *([OTHERS] if [] in titles.values() else [])]
     groups = {name: parts.index((owners or [OTHERS])[0]) for name, owners in titles.items()}
     return Partition(MODULE, len(parts), groups, tuple(parts))
-
-
-def _patterns(parts: Any) -> dict[str, str | list[str]]:
-    """Return the globs of each part by its name."""
-    patterns = {}
-    if isinstance(parts, Mapping):
-        patterns = dict(parts)
-    elif isinstance(parts, Sequence) and not isinstance(parts, str):
-        patterns = {word: f"*{word}*" for word in parts}
-    are_names = all(isinstance(name, str) and name for name in patterns)
-    if not patterns or not are_names or OTHERS in patterns:
-        raise ValueError(
-            f"expected parts='token', a list of words, or globs by the names of parts, none of "
-            f"which is {OTHERS!r}, got {shown(parts)}; try parts=['attn', 'mlp'], or "
-            "parts={'mlp': '*.mlp.*'}"
-        )
-    return patterns
 
 
 # -------------------------------------------------------------------------------------- products

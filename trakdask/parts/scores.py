@@ -8,38 +8,18 @@ from typing import Any, Literal
 import dask.array as da
 import numpy as np
 import xarray as xr
-from dask.base import tokenize
 
 from trakdask.arrays.solve import solve
 from trakdask.attribution.estimators import EstimatorLike, resolve
-from trakdask.attribution.labels import (
-    Labels,
-    labelled,
-    labels_of_groups,
-    labels_of_scores,
-    score_attrs,
-)
+from trakdask.attribution.labels import labelled, labels_of_groups, labels_of_scores, score_attrs
 from trakdask.attribution.operands import Solver, solver
-from trakdask.checks import require_flags, shown
-from trakdask.featurization.graphs import GraphInputs
+from trakdask.checks import require_flags
 from trakdask.featurization.job import ERROR_DTYPE
-from trakdask.featurization.preparation import projector_of
 from trakdask.models.model import Model
-from trakdask.models.tasks.logits import MASK
-from trakdask.parts.products import OTHERS, by_token, divide, lazy_products
+from trakdask.parts.products import divide, lazy_products
 from trakdask.provenance import require_comparable
-from trakdask.samples.token_texts import Text, token_texts
-from trakdask.variables import (
-    CHECKPOINT,
-    SAMPLE,
-    TARGET,
-    TARGET_PREFIX,
-    TOKEN,
-    lazy_features,
-    validate,
-)
-
-_TEXT_DTYPE = np.dtypes.StringDType()
+from trakdask.samples.token_texts import Text
+from trakdask.variables import CHECKPOINT, SAMPLE, TARGET, TARGET_PREFIX, lazy_features, validate
 
 
 def score_parts(
@@ -168,11 +148,21 @@ def score_parts(
             f"{resolved.name!r}; try estimator='trak'"
         )
     samples = targets if divides_targets or of is None else of
-    prepared, like = _divided(samples, model, features, parts=parts, text=text, on_error=on_error)
+    prepared, like = divide(
+        samples, model, parts=parts, features=features, text=text, on_error=on_error
+    )
     operands = solver(training, resolved)
     if divides_targets:
         asked = operands.features if of is None else lazy_features(of)
-        (dims, coords), vectors = _weighted_samples(operands, asked, like, by)
+        # The solved vectors of training samples, each times its weight, or of groups.
+        if by is None:
+            dims, coords = labels_of_scores(asked, like)
+            vectors = operands.vectors(asked)
+            weight = _pooled(operands, operands.weight(asked)).astype(vectors.dtype)
+            vectors = vectors * weight[:, None, :]
+        else:
+            (dims, coords), members, (n_groups,) = labels_of_groups(asked, like, by)
+            vectors = solve(operands.inverse, operands.sums(asked, members, n_groups))
         results = lazy_products(prepared, vectors)
         data = da.moveaxis(results["product"], 2, 0)
         coords |= _errors(results, TARGET, f"{TARGET_PREFIX}error")
@@ -190,82 +180,6 @@ def score_parts(
         data = data.mean(axis=-1, dtype=data.dtype)
     attrs |= {"parts": like.attrs["parts"]}
     return labelled("score", (dims, coords), data, attrs, None if average else like[CHECKPOINT])
-
-
-def _divided(
-    samples: Any,
-    model: Model,
-    features: xr.Dataset,
-    *,
-    parts: Any,
-    text: Text | None,
-    on_error: str,
-) -> tuple[GraphInputs, xr.Dataset]:
-    """Divide samples as they are to be multiplied with vectors of some features."""
-    if text is not None and not by_token(parts):
-        raise ValueError(
-            f"expected text= with parts='token' only, got it with parts={shown(parts)}; try "
-            "leaving text out"
-        )
-    projector_of(features).projector.require_back_projection()
-    prepared, like = divide(samples, model, parts=parts, features=features, on_error=on_error)
-    require_comparable(features, like, name="parts'")
-    return prepared, like.assign_coords(_token_coords(prepared, text) if by_token(parts) else {})
-
-
-def _token_coords(
-    prepared: GraphInputs, text: Text | None
-) -> dict[str, tuple[tuple[str, str], da.Array]]:
-    """Return ids and texts of tokens, if the first input of the model holds ids."""
-    name, ids = next(iter(prepared.inputs.items()))
-    if ids.ndim != 2 or ids.dtype.kind not in "iu":
-        if text is None:
-            return {}
-        raise ValueError(
-            f"expected token ids (sample, token) for text=, got {name!r} of {ids.dtype} and shape "
-            f"{ids.shape}; try leaving text out, and assign_coords(text=...)"
-        )
-    assert prepared.job.partition is not None
-    n_others = prepared.job.partition.size - ids.shape[1]
-
-    def coord(values: da.Array, other: Any) -> Any:
-        if n_others:
-            chunks, meta = (values.chunks[0], values.shape[1] + 1), values._meta
-            values = da.map_blocks(_with_other, values, other, chunks=chunks, meta=meta)
-        return (SAMPLE, TOKEN), values
-
-    coords = {name: coord(ids.astype(np.int64) if n_others else ids, -1)}
-    if MASK in prepared.inputs:
-        coords[MASK] = coord(prepared.inputs[MASK], 1)
-    if text is None:
-        return coords
-    token_texts(text)  # which checks it, rather than the tasks
-    texts: da.Array = da.map_blocks(
-        _text_of, ids, text=text,
-        dtype=_TEXT_DTYPE, meta=np.empty((0, 0), _TEXT_DTYPE),
-        name=f"text-{tokenize(ids.name, text)}",
-    )  # fmt: skip
-    return coords | {"text": coord(texts, f"[{OTHERS}]")}
-
-
-def _with_other(values: np.ndarray, other: Any) -> np.ndarray:
-    return np.concatenate([values, np.full((len(values), 1), other, values.dtype)], 1)
-
-
-def _text_of(ids: np.ndarray, text: Text) -> np.ndarray:
-    return np.array([*map(token_texts(text), ids.tolist())], _TEXT_DTYPE).reshape(ids.shape)
-
-
-def _weighted_samples(
-    operands: Solver, training: xr.Dataset, targets: xr.Dataset, by: str | None
-) -> tuple[Labels, da.Array]:
-    """Return the labels of scores, and the solved vectors of training samples, or of groups."""
-    if by is not None:
-        labels, members, (n_groups,) = labels_of_groups(training, targets, by)
-        return labels, solve(operands.inverse, operands.sums(training, members, n_groups))
-    vectors = operands.vectors(training)
-    weight = _pooled(operands, operands.weight(training)).astype(vectors.dtype)
-    return labels_of_scores(training, targets), vectors * weight[:, None, :]
 
 
 def _pooled(operands: Solver, weight: da.Array) -> da.Array:

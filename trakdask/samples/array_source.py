@@ -90,8 +90,10 @@ def from_arrays(
         )
     size = block_size(chunks)
     as_coords = fields_as_coords(coords, arrays)
-    variables = lazy_variables({n: a for n, a in arrays.items() if n not in as_coords}, size)
-    loaded = {name: _loaded(arrays[name]) for name in as_coords}
+    variables = {n: lazy_variable(n, a, size) for n, a in arrays.items() if n not in as_coords}
+    chosen = {name: arrays[name] for name in as_coords}
+    lazy = (da.Array, zarr.Array)
+    loaded = {n: np.asarray(a) if isinstance(a, lazy) else a for n, a in chosen.items()}
     return assemble(variables, loaded or coords, chunks)
 
 
@@ -156,19 +158,15 @@ def validate_samples(ds: xr.Dataset) -> xr.Dataset:
         ds = ds.rename_vars({SAMPLE: "sample_id"})
     kept = ds.drop_vars(TRAINED_ON, errors="ignore").coords  # that is of features, not of samples
     coords = {str(n): coord.compute() for n, coord in kept.items() if SAMPLE in coord.dims}
-    data: dict[Any, Any] = {name: data_of(array) for name, array in ds.items()}
-    variables = {
-        name: xr.Variable(ds[name].dims, lazy.data, {**ds[name].attrs, **lazy.attrs})
-        for name, lazy in lazy_variables(data, _block_size(ds)).items()
-    }
-    return dataset_of(variables, coords, ds.attrs)
-
-
-def _block_size(ds: xr.Dataset) -> int:
-    """Return the largest chunk of samples of the variable that has the most bytes."""
+    # Blocks as those of the variable that has the most bytes.
     widest = max(ds.data_vars.values(), key=lambda array: array.nbytes, default=ds[SAMPLE])
     sizes = widest.variable.chunksizes.get(SAMPLE)  # chunks of a DataArray would include its coords
-    return max(1, *sizes) if sizes else ROWS
+    size = max(1, *sizes) if sizes else ROWS
+    variables: dict[Any, xr.Variable] = {}
+    for name, array in ds.items():
+        lazy = lazy_variable(str(name), data_of(array), size)
+        variables[name] = xr.Variable(array.dims, lazy.data, {**array.attrs, **lazy.attrs})
+    return dataset_of(variables, coords, ds.attrs)
 
 
 def data_of(array: xr.DataArray) -> Any:
@@ -180,16 +178,8 @@ def data_of(array: xr.DataArray) -> Any:
     return data if isinstance(data, da.Array) else np.asarray(data)
 
 
-def _loaded(array: Any) -> Any:
-    return np.asarray(array) if isinstance(array, da.Array | zarr.Array) else array
-
-
-def lazy_variables(arrays: Mapping[str, Any], size: int) -> dict[str, xr.Variable]:
-    """Make every array lazy, in blocks of ``size`` samples."""
-    return {name: _lazy(name, array, size) for name, array in arrays.items()}
-
-
-def _lazy(name: str, array: Any, size: int) -> xr.Variable:
+def lazy_variable(name: str, array: Any, size: int) -> xr.Variable:
+    """Make an array lazy, in blocks of ``size`` samples."""
     what = f"variable {name!r}"
     if is_tensor(array) or isinstance(array, np.ndarray | list | tuple | pd.Series):
         array = to_numpy(what, array)
@@ -207,11 +197,15 @@ def _lazy(name: str, array: Any, size: int) -> xr.Variable:
                 "dask.array.ma.filled(array, value)"
             )
         return variable_of(name, array.rechunk(chunks))
-    opened = _opened_by_tasks(array) if isinstance(array, zarr.Array) else mapped(array)
-    if isinstance(array, zarr.Array) and isinstance(array.store, LocalStore):
-        token = content_of_folder(array.store.root / array.path)
+    if isinstance(array, zarr.Array):
+        identity = [str(array.store_path), array.metadata.to_dict()]
+        token = json.dumps(identity, default=str, sort_keys=True)
+        open_ = functools.partial(_open_zarr, array.store_path, array.metadata)
+        opened: Any = OpenedByTasks(open_, token, array.shape, array.dtype)
+        if isinstance(array.store, LocalStore):
+            token = content_of_folder(array.store.root / array.path)
     else:
-        token = opened.token if opened and isinstance(array, zarr.Array) else fingerprint(array)
+        opened, token = mapped(array), fingerprint(array)
     content = content_of(name, token)
     # The graph has the blocks of an array in memory, or one task that opens any other array.
     lazy = da.from_array(
@@ -220,13 +214,6 @@ def _lazy(name: str, array: Any, size: int) -> xr.Variable:
     )  # fmt: skip
     lazy = lazy.astype(array.dtype.newbyteorder("="), copy=False)
     return variable_of(name, lazy, content)
-
-
-def _opened_by_tasks(array: zarr.Array[Any]) -> OpenedByTasks:
-    identity = [str(array.store_path), array.metadata.to_dict()]
-    token = json.dumps(identity, default=str, sort_keys=True)
-    opened = functools.partial(_open_zarr, array.store_path, array.metadata)
-    return OpenedByTasks(opened, token, array.shape, array.dtype)
 
 
 def _open_zarr(where: Any, metadata: Any) -> Any:

@@ -14,7 +14,7 @@ from trakdask._version import __version__
 from trakdask.arrays.graphs import plain
 from trakdask.checks import shown
 from trakdask.provenance import as_text
-from trakdask.samples.array_source import data_of, lazy_variables
+from trakdask.samples.array_source import data_of, lazy_variable
 from trakdask.samples.coords import normalise_coord, normalise_coords, require_order
 from trakdask.samples.datasets import source_of
 from trakdask.samples.sources import block_size, joined_rows, variable_of
@@ -110,7 +110,11 @@ def from_features(
     arrays = {name: _labelled(name, a, size) for name, a in asked.items() if a is not None}
     arrays = {name: aligned(a, arrays["feature"], what=name) for name, a in arrays.items()}
     source = source_of(xr.Dataset({name: a.variable for name, a in arrays.items()}), ())
-    arrays = {name: _in_blocks(a, size) for name, a in arrays.items()}
+    for name, array in arrays.items():
+        chunks_of = {SAMPLE: size, PROJ_DIM: -1, CHECKPOINT: 1}
+        floating = array.variable.astype(np.result_type(array.dtype, np.float32))
+        blocks = floating.chunk({dim: chunks_of[str(dim)] for dim in array.dims})
+        arrays[name] = array.copy(data=plain(blocks.data))  # DataArray.chunk would make coords lazy
     first = arrays["feature"]
     if out_to_loss is None:
         arrays["out_to_loss"] = xr.ones_like(first.sum(PROJ_DIM))
@@ -144,12 +148,17 @@ def _labelled(name: str, array: Any, size: int) -> xr.DataArray:
     dims = VARIABLES[name].dims
     if isinstance(array, pd.Series):
         require_order(name, array.index)
-    if isinstance(array, xr.DataArray):
-        labelled = array.transpose(*(dim for dim in dims if dim in array.dims))
-        lazy = _lazy(name, data_of(labelled), size)
-        labelled = labelled.copy(data=lazy.data)
+    named = isinstance(array, xr.DataArray)
+    if named:
+        array = array.transpose(*(dim for dim in dims if dim in array.dims))
+    data = data_of(array) if named else array
+    # Not in blocks yet if it is lazy, because blocks of other sizes would be made of all
+    # checkpoints first.
+    is_lazy = isinstance(data, da.Array)
+    lazy = variable_of(name, data) if is_lazy else lazy_variable(name, data, size)
+    if named:
+        labelled = array.copy(data=lazy.data)
     else:
-        lazy = _lazy(name, array, size)
         if lazy.ndim not in (len(dims), len(dims) - 1):
             raise ValueError(
                 f"expected {name} with the axes {dims[:-1]}, or {dims}, got the shape "
@@ -158,18 +167,3 @@ def _labelled(name: str, array: Any, size: int) -> xr.DataArray:
         labelled = xr.DataArray(lazy.data, dims=dims[: lazy.ndim])
     labelled.attrs.update(lazy.attrs)
     return labelled if CHECKPOINT in labelled.dims else labelled.expand_dims(CHECKPOINT, axis=-1)
-
-
-def _lazy(name: str, array: Any, size: int) -> xr.Variable:
-    # Here and not there, because blocks of other sizes would be made of all checkpoints first.
-    if isinstance(array, da.Array):
-        return variable_of(name, array)
-    return lazy_variables({name: array}, size)[name]
-
-
-def _in_blocks(array: xr.DataArray, size: int) -> xr.DataArray:
-    sizes = {SAMPLE: size, PROJ_DIM: -1, CHECKPOINT: 1}
-    chunks = {dim: sizes[str(dim)] for dim in array.dims}
-    floating = array.variable.astype(np.result_type(array.dtype, np.float32))
-    # DataArray.chunk would make coords lazy.
-    return array.copy(data=plain(floating.chunk(chunks).data))

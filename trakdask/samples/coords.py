@@ -132,7 +132,34 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
     if array.shape != (n,):
         of_samples = f"expected one value for each of the {n} samples"
         raise ValueError(f"{of_samples} in coord {name!r}, got shape {array.shape}")
-    return _portable(name, array)
+    if array.dtype.kind == "O" or hasattr(array.dtype, "na_object"):
+        array = _from_objects(name, array.astype(object, copy=False))
+    if array.dtype.kind in "biu" or (array.dtype.kind == "f" and array.dtype.itemsize <= 8):
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
+    if array.dtype.kind == "M":
+        times = pd.Series(array)
+        try:
+            return times.astype("datetime64[ns]").to_numpy()
+        except pd.errors.OutOfBoundsDatetime as err:
+            low, high = pd.Timestamp.min, pd.Timestamp.max
+            at = int(((times < low) | (times > high)).argmax())
+            raise ValueError(
+                f"expected dates from {low:%Y-%m-%d} to {high:%Y-%m-%d} for coord {name!r}, which "
+                f"nanoseconds can say, got {array[at]} for sample {at}; try the dates as text, "
+                f"pd.Series({name}).astype(str), or their years as numbers"
+            ) from err
+    if array.dtype.kind in "UT":
+        return array.astype(np.dtypes.StringDType(), copy=False)
+    remedy = f"pd.Series({name}).astype(str)"
+    if any(getattr(value, "tzinfo", None) is not None for value in array):
+        remedy = f"pd.DatetimeIndex(pd.to_datetime({name}, utc=True)).tz_localize(None)"
+    if any(map(pd.api.types.is_list_like, array)):
+        remedy = "leaving it out; td.group_score shows how samples belong to several groups"
+    raise TypeError(
+        "expected numbers, booleans, strings or times without a time zone for coord "
+        f"{name!r}, got dtype {array.dtype} of "
+        f"{sorted({type(value).__name__ for value in array})}; try {remedy}"
+    )
 
 
 def check_names(names: Iterable[object]) -> None:
@@ -212,41 +239,6 @@ def _from_pandas(series: pd.Series[Any]) -> np.ndarray[Any, Any]:
     if series.dtype.kind in "biu" and series.hasnans:  # else these would become floats
         series = series.astype(object)
     return series.to_numpy()
-
-
-def _portable(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    if array.dtype.kind == "O" or hasattr(array.dtype, "na_object"):
-        array = _from_objects(name, array.astype(object, copy=False))
-    if array.dtype.kind in "biu" or (array.dtype.kind == "f" and array.dtype.itemsize <= 8):
-        return array.astype(array.dtype.newbyteorder("="), copy=False)
-    if array.dtype.kind == "M":
-        return _in_nanoseconds(name, array)
-    if array.dtype.kind in "UT":
-        return array.astype(np.dtypes.StringDType(), copy=False)
-    remedy = f"pd.Series({name}).astype(str)"
-    if any(getattr(value, "tzinfo", None) is not None for value in array):
-        remedy = f"pd.DatetimeIndex(pd.to_datetime({name}, utc=True)).tz_localize(None)"
-    if any(map(pd.api.types.is_list_like, array)):
-        remedy = "leaving it out; td.group_score shows how samples belong to several groups"
-    raise TypeError(
-        "expected numbers, booleans, strings or times without a time zone for coord "
-        f"{name!r}, got dtype {array.dtype} of "
-        f"{sorted({type(value).__name__ for value in array})}; try {remedy}"
-    )
-
-
-def _in_nanoseconds(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    values = pd.Series(array)
-    try:
-        return values.astype("datetime64[ns]").to_numpy()
-    except pd.errors.OutOfBoundsDatetime as err:
-        low, high = pd.Timestamp.min, pd.Timestamp.max
-        at = int(((values < low) | (values > high)).argmax())
-        raise ValueError(
-            f"expected dates from {low:%Y-%m-%d} to {high:%Y-%m-%d} for coord {name!r}, which "
-            f"nanoseconds can say, got {array[at]} for sample {at}; try the dates as text, "
-            f"pd.Series({name}).astype(str), or their years as numbers"
-        ) from err
 
 
 def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import dask
@@ -15,7 +15,7 @@ import pyarrow as pa
 import xarray as xr
 
 from trakdask.checks import nearest, require_flags, require_integer
-from trakdask.samples.array_source import lazy_variables
+from trakdask.samples.array_source import lazy_variable
 from trakdask.samples.datasets import assemble
 from trakdask.samples.sources import (
     block_size,
@@ -112,16 +112,29 @@ def from_dataframe(
     columns, table = _columns(variables, max_length, truncate), _table(source)
     columns_of = [coords] if isinstance(coords, str) else coords or ()
     names = columns_of if isinstance(columns_of, Mapping) else {name: name for name in columns_of}
-    _check_columns([*columns.names, *names.values()], table.columns)
+    available = [str(column) for column in table.columns]
+    for column in [*columns.names, *names.values()]:
+        if (n := available.count(column)) != 1:
+            remedy = nearest(column, available) if n == 0 else None
+            raise ValueError(
+                f"expected the name of one column, got {column!r}, which {n} of the columns "
+                f"{available} have; try {repr(remedy) if remedy else 'one of these'}"
+            )
     metadata = list(dict.fromkeys(names.values()))
     if isinstance(table, pd.DataFrame):
-        lazy, loaded = lazy_variables(columns.arrays(table, 0), size), table
+        arrays = columns.arrays(table, 0)
+        lazy, loaded = {n: lazy_variable(n, a, size) for n, a in arrays.items()}, table
     elif isinstance(table, dd.DataFrame):
         lazy, loaded = _from_dask(table, columns, metadata, size)
     else:
         require_samples(len(table), "the table")
         lazy = lazy_fields(Table(table, columns), size)
-        loaded = _whole_columns(table, metadata) if metadata else pd.DataFrame()
+        loaded = pd.DataFrame()
+        if metadata:
+            tables = [part for _, part in table.parts(0, len(table), metadata)]
+            whole = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
+            # Integers with nulls as objects, because floats would silently round them.
+            loaded = whole.to_pandas(date_as_object=False, integer_object_nulls=True)
     loaded = loaded.reset_index(drop=True)  # rows are in the order of the samples
     return assemble(lazy, {name: loaded[column] for name, column in names.items()}, chunks)
 
@@ -154,24 +167,6 @@ def _columns(variables: Any, max_length: Any, truncate: bool) -> Columns:
         require_integer(f"max_length of {name!r}", length, 1, remedy="try max_length=128")
     require_flags(truncate=truncate)
     return Columns(variables, max_length, truncate)
-
-
-def _check_columns(names: Iterable[Any], available: Iterable[Any]) -> None:
-    columns = [str(column) for column in available]
-    for column in names:
-        if (n := columns.count(column)) != 1:
-            remedy = nearest(column, columns) if n == 0 else None
-            raise ValueError(
-                f"expected the name of one column, got {column!r}, which {n} of the columns "
-                f"{columns} have; try {repr(remedy) if remedy else 'one of these'}"
-            )
-
-
-def _whole_columns(table: Files | HuggingFace, columns: list[str]) -> pd.DataFrame:
-    parts = [part for _, part in table.parts(0, len(table), columns)]
-    whole = pa.concat_tables(parts, promote_options="permissive").unify_dictionaries()
-    # Integers with nulls are read as objects, because floats would silently round them.
-    return whole.to_pandas(date_as_object=False, integer_object_nulls=True)
 
 
 def _from_dask(

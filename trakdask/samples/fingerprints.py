@@ -28,6 +28,12 @@ from trakdask.checks import is_tensor
 from trakdask.files import replacing
 from trakdask.instructions import codes, instructions, names_used
 
+_NOT_CONTENT = frozenset({
+    "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__parameters__",
+    "__static_attributes__", "__weakref__", "_abc_impl",
+})  # fmt: skip
+_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+
 _LARGE = 2**28
 """The hash of files of so many bytes is kept for other processes: it takes 0.2 s to compute."""
 
@@ -138,22 +144,18 @@ def _version(path: str) -> tuple[int, int]:
 
 
 def _array_state(array: np.ndarray[Any, Any]) -> Any:
-    file = mapped(array)
-    content = _content(array) if file is None else _content_of_map(array, file)
-    return array.dtype.str, array.shape, content
+    content, file = partial(_content, array), mapped(array)
+    if file is None:
+        return array.dtype.str, array.shape, content()
+    assert isinstance(file.open, partial)
+    status = os.stat(file.open.args[0])
+    where = f"{file.token} {status.st_ctime_ns} {status.st_ino}"
+    return array.dtype.str, array.shape, _kept(where, array.nbytes, status.st_ctime, content)
 
 
 def _content(array: np.ndarray[Any, Any]) -> str:
     values = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     return hashlib.sha256(values).hexdigest()
-
-
-def _content_of_map(array: np.ndarray[Any, Any], file: OpenedByTasks) -> str:
-    """Return the hash of the values of a map, which is kept until its file changes."""
-    assert isinstance(file.open, partial)
-    status = os.stat(file.open.args[0])
-    where = f"{file.token} {status.st_ctime_ns} {status.st_ino}"
-    return _kept(where, array.nbytes, status.st_ctime, partial(_content, array))
 
 
 def content_of_folder(folder: str | os.PathLike[str]) -> str:
@@ -219,7 +221,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.FunctionType) and not _is_importable(obj):
             return _reduced(obj.__qualname__, _function_state(obj))
         if isinstance(obj, type) and not _is_importable(obj):
-            return _reduced(obj.__qualname__, _class_state(obj))
+            content = {
+                name: value
+                for name, value in sorted(vars(obj).items())
+                if name not in _NOT_CONTENT and not isinstance(value, _DESCRIPTORS)
+            }
+            return _reduced(obj.__qualname__, (obj.__bases__, content))
         return super().reducer_override(obj)
 
 
@@ -253,30 +260,12 @@ def _is_importable(obj: Any) -> bool:
 
 
 def _function_state(function: types.FunctionType) -> Any:
-    cells = [_cell_contents(cell) for cell in function.__closure__ or ()]
+    cells: list[Any] = []
+    for cell in function.__closure__ or ():
+        try:
+            cells.append(cell.cell_contents)
+        except ValueError:  # the cell is empty: its variable is not bound yet
+            cells.append(None)
     known = sorted({*names_used(function.__code__)} & function.__globals__.keys())
     used = [(name, function.__globals__[name]) for name in known]
     return function.__code__, function.__defaults__, function.__kwdefaults__, cells, used
-
-
-def _cell_contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # the cell is empty: its variable is not bound yet
-        return None
-
-
-_NOT_CONTENT = frozenset({
-    "__annotations__", "__dict__", "__doc__", "__firstlineno__", "__module__", "__parameters__",
-    "__static_attributes__", "__weakref__", "_abc_impl",
-})  # fmt: skip
-_DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-
-
-def _class_state(cls: type) -> Any:
-    content = {
-        name: value
-        for name, value in sorted(vars(cls).items())
-        if name not in _NOT_CONTENT and not isinstance(value, _DESCRIPTORS)
-    }
-    return cls.__bases__, content

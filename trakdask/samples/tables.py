@@ -267,29 +267,28 @@ def _expand(paths: list[str]) -> tuple[Any, list[str]]:
     for path in paths:
         fs, matches = matching(path)
         for match in matches:
-            files += _inside(fs, match) if fs.isdir(match) else [match]
+            if not fs.isdir(match):
+                files.append(match)
+                continue
+            inside = sorted(fs.find(match))
+            if f"{match}/{_STATE}" in inside:  # ``save_to_disk`` says which files have rows
+                state = json.loads(fs.cat_file(f"{match}/{_STATE}"))
+                # Opened by name, so that a missing file is an error.
+                files += [f"{match}/{part['filename']}" for part in state.get("_data_files", [])]
+            elif f"{match}/dataset_dict.json" in inside:
+                splits = [path for path in inside if path.endswith(f"/{_STATE}")]
+                raise ValueError(
+                    f"expected the folder of one split, got {match!r} with {len(splits)} splits; "
+                    f"try {os.path.dirname((splits or inside)[0])!r}"
+                )
+            else:
+                files += [path for path in inside if path.endswith(_SUFFIXES)]
     if fs is None or not files:
         raise FileNotFoundError(
             f"expected a parquet or Arrow file ({', '.join(_SUFFIXES)}), got {paths}, which "
             "matches none; try another path or pattern"
         )
     return fs, files
-
-
-def _inside(fs: Any, folder: str) -> list[str]:
-    """Return the files with rows in a folder; ``save_to_disk`` says which they are."""
-    inside = sorted(fs.find(folder))
-    if f"{folder}/{_STATE}" in inside:
-        state = json.loads(fs.cat_file(f"{folder}/{_STATE}"))
-        # Opened by name, so that a missing file is an error.
-        return [f"{folder}/{part['filename']}" for part in state.get("_data_files", [])]
-    if f"{folder}/dataset_dict.json" in inside:
-        splits = [path for path in inside if path.endswith(f"/{_STATE}")]
-        raise ValueError(
-            f"expected the folder of one split, got {folder!r} with {len(splits)} splits; try "
-            f"{os.path.dirname((splits or inside)[0])!r}"
-        )
-    return [path for path in inside if path.endswith(_SUFFIXES)]
 
 
 class HuggingFace:

@@ -99,15 +99,6 @@ def from_torch(
     >>> train.input_ids.values.tolist()
     [[5, 7, 0, 0], [6, 9, 8, 0]]
     """
-    source = _Items(dataset, _check_names(names), collate_fn)
-    as_coords = fields_as_coords(coords, source.fields)
-    variables = {n: lazy for n, lazy in lazy_fields(source, chunks).items() if n not in as_coords}
-    source.warn_if_random()  # after hashing the content, because reading may change a dataset
-    values = read(source, 0, len(source), as_coords) if as_coords else coords
-    return assemble(variables, values, chunks)
-
-
-def _check_names(names: Any) -> tuple[str | None, ...]:
     fields = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
     chosen = [name for name in fields if name is not None]
     are_names = all(isinstance(name, str) for name in chosen)
@@ -116,7 +107,12 @@ def _check_names(names: Any) -> tuple[str | None, ...]:
             "expected a different name for each field of an item, or None to leave it out, got "
             f"names={names!r}; try names=('image', 'label')"
         )
-    return fields
+    source = _Items(dataset, fields, collate_fn)
+    as_coords = fields_as_coords(coords, source.fields)
+    variables = {n: lazy for n, lazy in lazy_fields(source, chunks).items() if n not in as_coords}
+    source.warn_if_random()  # after hashing the content, because reading may change a dataset
+    values = read(source, 0, len(source), as_coords) if as_coords else coords
+    return assemble(variables, values, chunks)
 
 
 class _Items:
@@ -183,9 +179,24 @@ class _Items:
                 f"expected an item for sample {index} of the {type(self._dataset).__name__}, got "
                 f"{err!r}; try {how}"
             ) from err
+        if not isinstance(item, Mapping):
+            fields = item if isinstance(item, tuple | list) else (item,)
+            if len(fields) != len(self.names):
+                raise ValueError(
+                    f"expected {len(self.names)} fields in sample {index}, for the names "
+                    f"{self.names}, got {len(fields)}; try a name for every field, or None for some"
+                )
+            item = dict(zip(self.names, fields, strict=True))
+        wanted = [name for name in self.names if name is not None]
+        if missing := [name for name in wanted if name not in item]:
+            raise ValueError(
+                f"expected the key {missing[0]!r} in sample {index}, got {list(item)}; try one of "
+                "them"
+            )
+        values = {name: item[name] for name in wanted}
         arrays = {
             name: to_numpy(f"variable {name!r} of sample {index}", value, _DTYPES.get(type(value)))
-            for name, value in _named(item, self.names, index).items()
+            for name, value in values.items()
         }
         if self.collate_fn is None:
             return {name: array[None] for name, array in arrays.items()}
@@ -215,21 +226,3 @@ def _open(opener: Any) -> Any:
             f"{type(dataset).__name__}; try loader.dataset, or list(dataset)"
         )
     return dataset
-
-
-def _named(item: Any, names: tuple[str | None, ...], index: int) -> dict[str, Any]:
-    """Return the fields of an item that have a name."""
-    if not isinstance(item, Mapping):
-        fields = item if isinstance(item, tuple | list) else (item,)
-        if len(fields) != len(names):
-            raise ValueError(
-                f"expected {len(names)} fields in sample {index}, for the names {names}, got "
-                f"{len(fields)}; try a name for every field, or None for some"
-            )
-        item = dict(zip(names, fields, strict=True))
-    wanted = [name for name in names if name is not None]
-    if missing := [name for name in wanted if name not in item]:
-        raise ValueError(
-            f"expected the key {missing[0]!r} in sample {index}, got {list(item)}; try one of them"
-        )
-    return {name: item[name] for name in wanted}

@@ -100,31 +100,10 @@ class Returns(nn.Module):
         return self.wrap(a - b)
 
 
-def call(wrap, inputs: tuple[str, ...] = ("a", "b"), positional: bool = False) -> Tensor:
+def call(wrap, inputs: tuple[str, ...] = ("a", "b"), **options: object) -> Tensor:
     batch = Batch(a=torch.ones(2, 3), b=torch.zeros(2, 3, dtype=torch.float64))
-    task = td.tasks.Classification(inputs, positional=positional)
+    task = td.tasks.Classification(inputs, **{"positional": False, **options})
     return task.logits(Forward(Returns(wrap), {}, {}), batch)
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda t: t,
-        lambda t: (t, None),
-        lambda t: [t],
-        lambda t: {"loss": None, "logits": t},
-        lambda t: OrderedDict(logits=t),
-        lambda t: SimpleNamespace(logits=t),
-    ],
-)
-def test_logits__finds_the_logits(wrap) -> None:
-    assert torch.equal(call(wrap), torch.ones(2, 3, dtype=torch.float64))
-    assert call(lambda t: wrap(t.bfloat16())).dtype == torch.float32
-
-
-def test_logits__by_name_or_in_order() -> None:
-    assert call(lambda t: t, ("b", "a"))[0, 0] == 1
-    assert call(lambda t: t, ("b", "a"), positional=True)[0, 0] == -1
 
 
 class Named(NamedTuple):
@@ -135,6 +114,12 @@ class Named(NamedTuple):
 @pytest.mark.parametrize(
     ("wrap", "name"),
     [
+        (lambda t: t, None),
+        (lambda t: (t, None), None),
+        (lambda t: [t], None),
+        (lambda t: {"loss": None, "logits": t}, None),
+        (lambda t: OrderedDict(logits=t), None),
+        (lambda t: SimpleNamespace(logits=t), None),
         (lambda t: {"hidden": -t, "scores": t}, "scores"),
         (lambda t: {"hidden": -t, "scores": t}, 1),
         (lambda t: {0: t, "logits": -t}, 0),
@@ -144,11 +129,14 @@ class Named(NamedTuple):
         (lambda t: SimpleNamespace(logits=-t, scores=t), "scores"),
     ],
 )
-def test_logits__finds_another_output_by_name_or_position(wrap, name: str | int) -> None:
-    batch = Batch(a=torch.ones(2, 3), b=torch.zeros(2, 3))
-    task = td.tasks.Classification(("a", "b"), output=name)
-    found = task.logits(Forward(Returns(wrap), {}, {}), batch)
-    assert torch.equal(found, torch.ones(2, 3))
+def test_logits__finds_the_logits_or_what_is_named(wrap, name: str | int | None) -> None:
+    assert torch.equal(call(wrap, output=name), torch.ones(2, 3, dtype=torch.float64))
+    assert call(lambda t: wrap(t.bfloat16()), output=name).dtype == torch.float32
+
+
+def test_logits__by_name_or_in_order() -> None:
+    assert call(lambda t: t, ("b", "a"))[0, 0] == 1
+    assert call(lambda t: t, ("b", "a"), positional=True)[0, 0] == -1
 
 
 def test_task__with_an_output_by_name_is_a_value() -> None:

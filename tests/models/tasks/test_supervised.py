@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -53,8 +55,8 @@ def numbers(label: Tensor) -> Batch:
 LABELS = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 0], [1, 0, 0]])
 
 
-def _cross_entropy(logits: Tensor, data: Batch) -> Tensor:
-    return functional.cross_entropy(logits, data["label"], reduction="none")
+def _cross_entropy(logits: Tensor, data: Batch, weight: Tensor | None = None) -> Tensor:
+    return functional.cross_entropy(logits, data["label"], weight, reduction="none")
 
 
 def _by_logit(logits: Tensor, data: Batch) -> Tensor:
@@ -63,13 +65,9 @@ def _by_logit(logits: Tensor, data: Batch) -> Tensor:
     return loss.sum(1)
 
 
-def _halved_square(logits: Tensor, data: Batch) -> Tensor:
-    return 0.5 * (data["y"] - logits[:, 0]) ** 2
-
-
 def _real_numbers() -> Batch:
-    generator = torch.Generator().manual_seed(2)
-    return Batch(x=numbers(torch.zeros(4))["x"], y=torch.randn(4, generator=generator).double())
+    several = _several_numbers()
+    return Batch(x=several["x"], y=several["y"][:, 0])
 
 
 def _one_hot(data: Batch) -> Tensor:
@@ -81,6 +79,7 @@ def _signs(data: Batch) -> Tensor:
 
 
 def _of_class(module: nn.Module, sample: Batch) -> Tensor:
+    module = module.net if isinstance(module, Parts) else module
     logits = module(sample["input_ids"], sample["attention_mask"])["logits"][0]
     p = logits.softmax(0)[sample["label"][0]]
     return (p / (1 - p)).log()
@@ -93,24 +92,15 @@ def _of_labels(module: nn.Module, sample: Batch) -> Tensor:
 
 
 def _prediction(module: nn.Module, sample: Batch) -> Tensor:
-    return module(sample["x"])[0, 0]
-
-
-def _weighted(logits: Tensor, data: Batch) -> Tensor:
-    weight = torch.tensor(WEIGHTS, dtype=torch.float64)
-    return functional.cross_entropy(logits, data["label"], weight, reduction="none")
+    return module(sample["x"])[0, sample["k"][0] if "k" in sample else 0]
 
 
 def _squares(logits: Tensor, data: Batch) -> Tensor:
-    return 0.5 * ((data["y"] - logits) ** 2).sum(1)
+    return 0.5 * ((data["y"].reshape(logits.shape) - logits) ** 2).sum(1)
 
 
 def _minus_squares(module: nn.Module, sample: Batch) -> Tensor:
     return -_squares(module(sample["x"]), sample)[0]
-
-
-def _second_prediction(module: nn.Module, sample: Batch) -> Tensor:
-    return module(sample["x"])[0, sample["k"][0]]
 
 
 def _several_numbers() -> Batch:
@@ -131,12 +121,9 @@ class Parts(nn.Module):
         return {"hidden": logits * 2, "scores": logits, "logits": logits[:, :1]}
 
 
-def _of_part(module: nn.Module, sample: Batch) -> Tensor:
-    return _of_class(module.net, sample)
-
-
 COLD = TextClassification(temperature=3)
 WEIGHTS = [0.5, 3.0, 1.0, 0.0]
+weighted = partial(_cross_entropy, weight=torch.tensor(WEIGHTS, dtype=torch.float64))
 BINARY, ONE_LABEL = BinaryClassification(), torch.tensor([0, 1, 1, 0])
 
 # Module, task, samples, f by hand, the loss, and how logits rise with f.
@@ -148,21 +135,21 @@ CASES = {
     "binary, float": (net(1), BINARY, numbers(ONE_LABEL.float()), _of_labels, _by_logit, _signs),
     "labels": (net(3), "multi_label", numbers(LABELS), _of_labels, _by_logit, _signs),
     "text, by name": (
-        Parts(), TextClassification(output="scores"), text(), _of_part, _cross_entropy, _one_hot,
+        Parts(), TextClassification(output="scores"), text(), _of_class, _cross_entropy, _one_hot,
     ),
     "text, weights": (
-        Bag(), TextClassification(weights=WEIGHTS), text(), _of_class, _weighted, _one_hot,
+        Bag(), TextClassification(weights=WEIGHTS), text(), _of_class, weighted, _one_hot,
     ),
     "several numbers": (
         net(3), "multi_regression", _several_numbers(), _minus_squares, _squares,
         lambda data: None,
     ),
     "one of several numbers": (
-        net(3), MultiRegression(column="k"), _several_numbers(), _second_prediction, _squares,
+        net(3), MultiRegression(column="k"), _several_numbers(), _prediction, _squares,
         lambda data: functional.one_hot(data["k"], 3).double(),
     ),
     "regression": (
-        net(1), "regression", _real_numbers(), _prediction, _halved_square,
+        net(1), "regression", _real_numbers(), _prediction, _squares,
         lambda _: torch.ones(4, 1),
     ),
 }  # fmt: skip

@@ -102,6 +102,7 @@ class Clip(HtmlTable):
                 "expected negatives by checkpoint, got "
                 f"{type(self.negatives).__name__}; try td.tasks.Clip.negatives_of(model, samples)"
             )
+        constants = {}
         for name, (image, text) in self.negatives.items():
             if image.ndim != 2 or image.shape != text.shape:
                 raise ValueError(
@@ -109,10 +110,7 @@ class Clip(HtmlTable):
                     f"{tuple(image.shape)} and {tuple(text.shape)} for checkpoint {name!r}; try "
                     "td.tasks.Clip.negatives_of(model, samples)"
                 )
-        constants = {
-            name: (image.detach().cpu(), text.detach().cpu())
-            for name, (image, text) in self.negatives.items()
-        }
+            constants[name] = (image.detach().cpu(), text.detach().cpu())
         flat = {f"{name}/{i}": t for name, pair in constants.items() for i, t in enumerate(pair)}
         object.__setattr__(self, "digest", digest_state(flat)[:32])
         object.__setattr__(self, "negatives", constants)

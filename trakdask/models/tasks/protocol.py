@@ -149,7 +149,8 @@ class Forward:
 
     def to(self, dtype: torch.dtype) -> Forward:
         """Return the same model in another precision."""
-        return replace(self.mapped(partial(_cast, dtype=dtype)), dtype=dtype)
+        cast = self.mapped(lambda t: t.to(dtype) if t.is_floating_point() else t)
+        return replace(cast, dtype=dtype)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Forward:
         """Return the same model with a function of each of its tensors."""
@@ -212,15 +213,11 @@ def rejecting_later(*, ever: bool = True) -> Iterator[None]:
 
 
 def _copied(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return a copy of a tensor, of another precision if it is floating-point."""
     if not isinstance(value, Tensor):
         return value
-    cast = value if dtype is None else _cast(value, dtype)
-    return cast.clone() if cast is value else cast
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    is_floating = isinstance(value, Tensor) and value.is_floating_point()
-    return value.to(dtype) if is_floating else value
+    is_cast = dtype is not None and value.is_floating_point() and value.dtype != dtype
+    return value.to(dtype) if is_cast else value.clone()
 
 
 @runtime_checkable
@@ -344,7 +341,16 @@ def task_facts(task: Task) -> dict[str, Any]:
     subject = _subject(task)
     facts = {name: getattr(subject, name) for name in DEFAULTS if hasattr(subject, name)}
     loss = getattr(subject, "loss_kind", None)
-    if loss is None or not _is_said_of_methods(subject):
+    if loss is None:
+        return facts
+    # Only if no class has changed f or Q since it was said.
+    classes = type(subject).__mro__
+
+    def place(name: str) -> int:
+        return next((i for i, kind in enumerate(classes) if name in vars(kind)), len(classes))
+
+    said = -1 if "loss_kind" in getattr(subject, "__dict__", ()) else place("loss_kind")
+    if said > min(map(place, _METHODS)):
         return facts
     require_choice("loss_kind", loss, LOSSES, remedy="try loss_kind='other'")
     label = getattr(subject, "label", None)
@@ -354,17 +360,6 @@ def task_facts(task: Task) -> dict[str, Any]:
 
 def _subject(task: Any) -> Any:
     return task.modelout if isinstance(task, TrakTask) else task
-
-
-def _is_said_of_methods(subject: object) -> bool:
-    """Return whether no class has changed f or Q since ``loss_kind`` was said."""
-    classes = type(subject).__mro__
-
-    def place(name: str) -> int:
-        return next((i for i, kind in enumerate(classes) if name in vars(kind)), len(classes))
-
-    said = -1 if "loss_kind" in getattr(subject, "__dict__", ()) else place("loss_kind")
-    return said <= min(map(place, _METHODS))
 
 
 def _as_json(value: Any) -> Any:
