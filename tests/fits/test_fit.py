@@ -137,13 +137,13 @@ def test_fit__runs_as_many_checkpoints_side_by_side_as_keep_workers_busy(
     monkeypatch: pytest.MonkeyPatch, process_client: Client
 ) -> None:
     monkeypatch.setattr(keeping, "n_slots", lambda: 8)
-    curvature, together = fitting.fit_curvature, []
+    curvature, together = fitting.curvature_with, []
 
-    def spied(samples: xr.Dataset, model: td.Model, **options: Any) -> Fitted:
+    def spied(writer: Any, samples: xr.Dataset, model: td.Model, **options: Any) -> Fitted:
         together.append(list(model.spec()["checkpoints"]))
-        return curvature(samples, model, **options)
+        return curvature(writer, samples, model, **options)
 
-    monkeypatch.setattr(fitting, "fit_curvature", spied)
+    monkeypatch.setattr(fitting, "curvature_with", spied)
     options = SMALL | {"weights": True}
     with get_task_stream(process_client) as stream:
         fitted = td.fit(SAMPLES, MODEL, **options)
@@ -198,17 +198,17 @@ def test_fit__draws_the_same_part_of_the_samples_in_any_chunks() -> None:
 
 def test_fit__goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: Any) -> None:
     store, fitted_to = tmp_path / "train.zarr", []
-    curvature = fitting.fit_curvature
+    curvature = fitting.curvature_with
 
-    def dying(samples: xr.Dataset, model: td.Model, **options: Any) -> Any:
+    def dying(writer: Any, samples: xr.Dataset, model: td.Model, **options: Any) -> Any:
         names = list(model.spec()["checkpoints"])
         if names == ["b"] and not fitted_to.count("b"):
             fitted_to.append("b")
             raise KeyboardInterrupt
         fitted_to.extend(names)
-        return curvature(samples, model, **options)
+        return curvature(writer, samples, model, **options)
 
-    monkeypatch.setattr(fitting, "fit_curvature", dying)
+    monkeypatch.setattr(fitting, "curvature_with", dying)
     with pytest.raises(KeyboardInterrupt):
         td.fit(SAMPLES, MODEL, store=store, **SMALL)
     projector = td.fit(SAMPLES, MODEL, store=store, **SMALL)
@@ -316,9 +316,9 @@ def test_fit__makes_again_what_is_no_kept_fit(
     tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, fitted = tmp_path / "train.zarr", []
-    curvature = fitting.fit_curvature
+    curvature = fitting.curvature_with
     monkeypatch.setattr(
-        fitting, "fit_curvature", lambda *a, **k: [fitted.append(1), curvature(*a, **k)][1]
+        fitting, "curvature_with", lambda *a, **k: [fitted.append(1), curvature(*a, **k)][1]
     )
     td.fit(SAMPLES, MODEL, store=store, **SMALL)
     kept, other = sorted((tmp_path / "train.zarr.fit").glob("curvature-*"))

@@ -56,7 +56,7 @@ def explicit(name: str, checkpoints: list[int]) -> dict[str, dict[str, float]]:
         n, mean = len(checkpoints), max(np.mean(r), 0.01) if r else 1
         reliability = n * mean / (1 + (n - 1) * mean)
         found[title] = {
-            "weight": reliability**2 * np.sqrt(np.mean(directions)),
+            "weight": reliability**2 * np.mean(directions),
             "share": np.mean(traces), "directions": np.mean(directions),
         } | ({"agreement": np.mean(r)} if r else {})  # fmt: skip
     total = sum(each["share"] for each in found.values())

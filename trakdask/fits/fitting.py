@@ -137,7 +137,7 @@ def fit(
     -----
     A parameter has much weight if scores by its gradients alone agree between your checkpoints, and
     if these gradients have many directions. The weight α multiplies gradients after the scale of
-    the curvature; biases and other vectors have one together. α = R² √D, times a number for all.
+    the curvature; biases and other vectors have one together. α = R² D, times a number for all.
     D = tr(K)² / tr(K²) is the number of directions of the products K of these gradients, each with
     the weight of its sample in the gram matrix. R = C r / (1 + (C - 1) r), for C checkpoints, is
     the reliability of scores that K alone gives, whose mean correlation between two checkpoints is

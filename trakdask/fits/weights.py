@@ -4,7 +4,7 @@ A module's scores among training samples are partly noise of the training. Their
 between checkpoints is their reliability, in the sense of test theory, and the mean of C checkpoints
 has R = C r / (1 + (C - 1) r) (Spearman-Brown). Scores that agree can still be poor, if gradients
 have few directions: tr(K)² / tr(K²) of their products K. So gradients of a parameter are multiplied
-by R² times the root of the number of directions, after the scale of the curvature.
+by R² times the number of directions, after the scale of the curvature.
 
 Biases and other vectors share one weight, because few of them have a gradient that says much.
 """
@@ -184,7 +184,7 @@ def weights_of(facts: Mapping[str, np.ndarray], shapes: Shapes, writer: str | No
     else:
         is_inner = np.array([writer not in (None, title) for title in titles])
         alpha = np.where(is_inner, math.sqrt(_INNER), 1.0)
-    alpha = alpha * np.sqrt(directions)
+    alpha = alpha * directions
     lengths = alpha**2 * share
     alpha[lengths < _NEGLIGIBLE * lengths.sum()] = 0
     alpha /= np.sqrt((alpha**2 * share).sum())
