@@ -1,9 +1,10 @@
-"""Which axes need eigenvectors: LDS of td.fit with fewer, with one checkpoint and three.
+"""Axes with eigenvectors, and weights of layers: LDS of td.fit with other choices.
 
     python tests/benchmarks/words.py --cache demo-output/quality    # ten minutes
 
-Words are those that a language model writes. The second language model, which has one matrix for
-the words that it reads and writes, is no task that a constant was chosen on.
+Of one checkpoint, and three. Words are those that a language model writes. A power of D is another
+one of the number of directions, in the weights of layers. The second language model, which has one
+matrix for the words that it reads and writes, is no task that a constant was chosen on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,9 +20,9 @@ from unittest.mock import patch
 import dask
 import torch
 from _machine import parser_of
-from _quality_tasks import N_WORDS, SUBJECTS, Language, LanguageModel, text
+from _quality_tasks import N_WORDS, SUBJECTS, Language, LanguageModel, Subject, Transformer, text
 from _quality_truth import checkpoints, ground
-from torch import nn
+from torch import Tensor, nn
 
 import trakdask as td
 from trakdask import tensors
@@ -36,32 +38,70 @@ class Tied(LanguageModel):
         self.head.weight = self.words.weight
 
 
-TIED = Language("language-tied", Tied, functools.cache(text), 16, 30)
-SUBJECTS[TIED.name] = TIED
-TASKS = ["language", "language-tied", "transformer", "mlp", "cnn"]
-LONGEST = {"all axes": 4096, "axes up to 192": 192, "axes up to 64": 64}
+@dataclass(frozen=True)
+class Smoothed(Subject):
+    """A classifier that is trained with smoothed labels, by AdamW."""
+
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    smoothing: float = 0.0
+
+    def optimizer(self, model: nn.Module, n_steps: int) -> tuple[Any, Any]:
+        optimizer = torch.optim.AdamW(model.parameters(), self.lr, weight_decay=self.weight_decay)
+        cycles = {"cycle_momentum": False, "max_lr": self.lr, "total_steps": n_steps}
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, **cycles)
+
+    def loss(self, model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
+        logits = model(inputs)
+        return nn.functional.cross_entropy(logits, labels, label_smoothing=self.smoothing)
+
+
+SUBJECTS |= {
+    "language-tied": Language("language-tied", Tied, functools.cache(text), 16, 30),
+    "text-smoothed": Smoothed(
+        "text-smoothed", Transformer, functools.cache(text), 12, 60, smoothing=0.1
+    ),
+}
+TEXTS = ["language", "language-tied", "transformer", "text-smoothed"]
+TASKS = [*TEXTS, "mlp", "cnn"]
+RUNS: dict[str, dict[str, Any]] = {
+    "as by default": {},
+    "D to the power 0.5": {"power": 0.5},
+    "D to the power 0.75": {"power": 0.75},
+    "D to the power 1.5": {"power": 1.5},
+    "equal weights": {"weights": False},
+    "eigenvectors of words": {"has_words": False},
+    "axes up to 192": {"longest": 192},
+    "axes up to 64": {"longest": 64},
+}
+"""By title; models without tokens have no weights, and only language models write words."""
 
 
 def lds_of(
-    task: str, cache: Path, n: int, longest: int, has_words: bool, weights: Any = "auto"
-) -> tuple[float, float, Any]:
+    task: str, cache: Path, n: int, *, power: float = 1, weights: Any = "auto",
+    has_words: bool = True, longest: int = tensors.LONGEST_AXIS,
+) -> tuple[float, float, Any]:  # fmt: skip
     """Return the LDS, the CPU seconds of fit, features and scores, and the projector."""
     subject, start = SUBJECTS[task], time.process_time()
     drawn, outputs = ground(subject)
     model = td.Model(subject.build, checkpoints(subject, cache, 3)[:n], subject.task)
     train, targets = (subject.samples(part) for part in range(2))
-    with patch.object(tensors, "LONGEST_AXIS", longest):
-        with patch.object(fitting, "writes_words", fitting.writes_words if has_words else none):
-            projector = td.fit(train, model, weights=weights, progress=False)
+    writer, weigh = fitting.writes_words, fitting.weights_of
+
+    def weights_of(facts: Any, *options: Any) -> Any:
+        return weigh({**facts, "directions": facts["directions"] ** power}, *options)
+
+    with (
+        patch.object(tensors, "LONGEST_AXIS", longest),
+        patch.object(fitting, "writes_words", lambda model: writer(model) if has_words else None),
+        patch.object(fitting, "weights_of", weights_of),
+    ):
+        projector = td.fit(train, model, weights=weights, progress=False)
         features = [td.featurize(x, model, projector).compute() for x in (train, targets)]
     scores = td.score(*features).compute()
     seconds = time.process_time() - start
     lds = td.evaluate.lds(scores, drawn, outputs, resamples=1).lds_mean
     return float(lds), seconds, projector
-
-
-def none(model: td.Model) -> None:
-    """Take the place of the function that finds the matrix which writes words."""
 
 
 def main() -> None:
@@ -72,17 +112,18 @@ def main() -> None:
     for task in options.tasks:
         shapes = {tuple(p.shape) for p in SUBJECTS[task].build().parameters() if p.ndim > 1}
         print(f"\n{task}: shapes {sorted(shapes)}")
-        runs: dict[str, Any] = {name: (longest, False) for name, longest in LONGEST.items()}
-        if task.startswith("language"):
-            runs |= {"all axes but words": (4096, True), "and equal weights": (4096, True, False)}
-        for name, run in runs.items():
+        for title, run in RUNS.items():
+            if {"power", "weights"} & {*run} and task not in TEXTS:
+                continue
+            if "has_words" in run and not task.startswith("language"):
+                continue
             for n in (1, 3):
-                lds, s, projector = lds_of(task, options.cache, n, *run)
-                print(f"  {name:20} {n} checkpoints: LDS {lds:.3f}, {s:.0f} CPU s", flush=True)
-                if n > 1 and len(run) == 2 and run[1]:
-                    weights = projector.curvature.weights
-                    agreement = {k: float(f"{w['agreement']:.3g}") for k, w in weights.items()}
-                    print(f"    agreement between checkpoints: {agreement}", flush=True)
+                lds, s, projector = lds_of(task, options.cache, n, **run)
+                print(f"  {title:22} {n} checkpoints: LDS {lds:.3f}, {s:.0f} CPU s", flush=True)
+                step = projector.curvature
+                if n > 1 and not run and step is not None and step.weights is not None:
+                    found = {k: float(f"{w['agreement']:.3g}") for k, w in step.weights.items()}
+                    print(f"    agreement between checkpoints: {found}", flush=True)
 
 
 if __name__ == "__main__":
