@@ -19,6 +19,7 @@ FILES = (
     "2026-11-28-leaderboard-cells.txt",
     "2026-11-28-leaderboard-captum.txt",
     "2026-11-24-leaderboard.txt",  # of two files that have a cell, the later one here counts
+    "2026-11-30-leaderboard-cells.txt",
     "2026-11-28-leaderboard-language.txt",
     "2026-11-29-leaderboard.txt",
 )
