@@ -2,8 +2,8 @@
 
     python tests/benchmarks/words.py --cache demo-output/quality    # ten minutes
 
-Of one checkpoint, and three. Words are those that a language model writes. A power of D is another
-one of the number of directions, in the weights of layers. The second language model, which has one
+Of one checkpoint, and three. Words are those that a language model writes. Weights of layers
+have other powers of D, the number of directions. The second language model, which has one
 matrix for the words that it reads and writes, is no task that a constant was chosen on.
 """
 
@@ -66,15 +66,15 @@ TEXTS = ["language", "language-tied", "transformer", "text-smoothed"]
 TASKS = [*TEXTS, "mlp", "cnn"]
 RUNS: dict[str, dict[str, Any]] = {
     "as by default": {},
-    "D to the power 0.5": {"power": 0.5},
-    "D to the power 0.75": {"power": 0.75},
-    "D to the power 1.5": {"power": 1.5},
+    "weights R² √D": {"power": 0.25},
+    "weights R² D": {"power": 0.5},
+    "weights R² D⁴": {"power": 2},
     "equal weights": {"weights": False},
     "eigenvectors of words": {"has_words": False},
     "axes up to 192": {"longest": 192},
     "axes up to 64": {"longest": 64},
 }
-"""By title; models without tokens have no weights, and only language models write words."""
+"""By title; models without tokens have no weights (R D)², and only language models write words."""
 
 
 def lds_of(

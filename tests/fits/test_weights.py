@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import trakdask as td
-from tests.fits.test_curvature import case, fitted, gradients, kronecker, require_parts
+from tests.fits.test_curvature import case, fitted, gradients, kronecker, require_parts, small_words
 from trakdask.fits import fitting, weights
-from trakdask.fits.curvatures import writes_words
+from trakdask.fits.curvatures import differentiates_words, writes_words
 from trakdask.fits.weights import weights_of
 from trakdask.projection.fitted import Fitted
 from trakdask.provenance import as_values
@@ -56,7 +56,7 @@ def explicit(name: str, checkpoints: list[int]) -> dict[str, dict[str, float]]:
         n, mean = len(checkpoints), max(np.mean(r), 0.01) if r else 1
         reliability = n * mean / (1 + (n - 1) * mean)
         found[title] = {
-            "weight": reliability**2 * np.mean(directions),
+            "weight": (reliability * np.mean(directions)) ** 2,
             "share": np.mean(traces), "directions": np.mean(directions),
         } | ({"agreement": np.mean(r)} if r else {})  # fmt: skip
     total = sum(each["share"] for each in found.values())
@@ -114,7 +114,12 @@ def test_weights__are_by_default_of_models_of_tokens(tmp_path: Any) -> None:
         with pytest.raises(td.errors.StoreMismatchError, match="weights"):
             td.fit(samples, model, store=store, **options | {"weights": has_weights})
     positional = td.tasks.CausalLM(inputs="ids", positional=True)
-    assert td.Model(nn.Linear(4, 9), task=positional).reads_tokens
+    assert differentiates_words(td.Model(nn.Linear(4, 9), task=positional))
+    samples, model = case("words")
+    adapted = td.Model(small_words, [small_words().state_dict()], parameters=["mix.*", "head.*"])
+    assert adapted.reads_tokens  # but it differentiates no words
+    assert weights_in(td.fit(samples, adapted, **options)) is None
+    assert weights_in(td.fit(samples, adapted, **options | {"weights": True})) is not None
     with pytest.raises(ValueError, match="weights=True for 24 samples"):
         td.fit(*case("cnn"), **options | {"weights": True, "curvature": False})
 

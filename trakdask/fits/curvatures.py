@@ -31,7 +31,7 @@ from trakdask.featurization.job import FeaturizeJob
 from trakdask.featurization.preparation import model_of, prepare, require_model
 from trakdask.fits.keeping import kept_blocks
 from trakdask.models.gradients import out_to_loss_of
-from trakdask.models.model import Model
+from trakdask.models.model import EMBEDDINGS, Model
 from trakdask.models.products import wide
 from trakdask.models.tasks import Batch, Forward
 from trakdask.models.tasks.language import CausalLM, TokenClassification
@@ -176,6 +176,20 @@ def writes_words(model: Model) -> str | None:
     last = getattr(named or layers[-1], "weight", None) if named or layers else None
     named_as = (name for name, tensor in module.named_parameters() if tensor is last)
     return next((name for name in named_as if name in model.shapes), None)
+
+
+def differentiates_words(model: Model) -> bool:
+    """Return whether a matrix of words is among the parameters of a model that reads tokens.
+
+    Also if no module says which matrix this is. Else, as with adapters, all layers are alike.
+    """
+    if not model.reads_tokens or writes_words(model) is not None:
+        return model.reads_tokens
+    module = model.meta_module()
+    embeddings = (part for part in module.modules() if isinstance(part, EMBEDDINGS))
+    of_words = {id(part.weight) for part in embeddings}
+    selected = {id(tensor) for n, tensor in module.named_parameters() if n in model.shapes}
+    return not of_words or not of_words.isdisjoint(selected)
 
 
 def curvature_with(

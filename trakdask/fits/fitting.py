@@ -24,7 +24,7 @@ from trakdask.featurization.lazy import featurize
 from trakdask.featurization.preparation import inputs_of, model_of, projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import with_components
-from trakdask.fits.curvatures import curvature_with, writes_words
+from trakdask.fits.curvatures import curvature_with, differentiates_words, writes_words
 from trakdask.fits.following import follows_better_without, totals_of
 from trakdask.fits.keeping import kept_blocks, kept_fits
 from trakdask.fits.moments import MomentsLike, second_moments
@@ -98,8 +98,9 @@ def fit(
         a class. The store decides where there is one.
     weights
         Whether the gradients of each layer are multiplied by a weight: see Notes. ``"auto"`` says
-        yes for models of tokens, which have an ``Embedding`` or a task of texts, or as the store
-        has it. Elsewhere weights made scores worse more often than better.
+        yes for models of tokens, which have an ``Embedding`` or a task of texts, if a matrix of
+        tokens is among the parameters, or as the store has it. Elsewhere weights made scores worse
+        more often than better.
     components
         Whether the sketch is reduced by :func:`~trakdask.fits.principal_components`. Without it,
         the sketch itself gets ``proj_dim`` columns.
@@ -137,7 +138,7 @@ def fit(
     -----
     A parameter has much weight if scores by its gradients alone agree between your checkpoints, and
     if these gradients have many directions. The weight α multiplies gradients after the scale of
-    the curvature; biases and other vectors have one together. α = R² D, times a number for all.
+    the curvature; biases and other vectors have one together. α = (R D)², times a number for all.
     D = tr(K)² / tr(K²) is the number of directions of the products K of these gradients, each with
     the weight of its sample in the gram matrix. R = C r / (1 + (C - 1) r), for C checkpoints, is
     the reliability of scores that K alone gives, whose mean correlation between two checkpoints is
@@ -206,7 +207,7 @@ def fit(
     kept_weights = None if known_step is None else known_step.weights
     writer = writes_words(model) if known_step is None else known_step.writer
     if weights == "auto":
-        weights = model.reads_tokens if stored is None else kept_weights is not None
+        weights = differentiates_words(model) if stored is None else kept_weights is not None
         weights = bool(weights and curvature)
     if weights and not curvature:
         raise ValueError(

@@ -3,8 +3,8 @@
 A module's scores among training samples are partly noise of the training. Their correlation r
 between checkpoints is their reliability, in the sense of test theory, and the mean of C checkpoints
 has R = C r / (1 + (C - 1) r) (Spearman-Brown). Scores that agree can still be poor, if gradients
-have few directions: tr(K)² / tr(K²) of their products K. So gradients of a parameter are multiplied
-by R² times the number of directions, after the scale of the curvature.
+have few directions: D = tr(K)² / tr(K²) of their products K. So gradients of a parameter are
+multiplied by (R D)², the square of its reliable directions, after the scale of the curvature.
 
 Biases and other vectors share one weight, because few of them have a gradient that says much.
 """
@@ -180,11 +180,10 @@ def weights_of(facts: Mapping[str, np.ndarray], shapes: Shapes, writer: str | No
     agreement = mean_agreement(facts["scores"])
     if n_checkpoints > 1:
         r = np.maximum(agreement, _LEAST)
-        alpha = (n_checkpoints * r / (1 + (n_checkpoints - 1) * r)) ** 2
+        alpha = (n_checkpoints * r / (1 + (n_checkpoints - 1) * r) * directions) ** 2
     else:
         is_inner = np.array([writer not in (None, title) for title in titles])
-        alpha = np.where(is_inner, math.sqrt(_INNER), 1.0)
-    alpha = alpha * directions
+        alpha = np.where(is_inner, math.sqrt(_INNER), 1.0) * directions**2
     lengths = alpha**2 * share
     alpha[lengths < _NEGLIGIBLE * lengths.sum()] = 0
     alpha /= np.sqrt((alpha**2 * share).sum())

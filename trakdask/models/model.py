@@ -35,6 +35,9 @@ from trakdask.torch_internals import uncompiled
 
 __all__ = ["Model"]
 
+EMBEDDINGS = torch.nn.Embedding, torch.nn.EmbeddingBag
+"""Modules that look up vectors of tokens."""
+
 _MOST_MODULES = 2
 _local = threading.local()
 
@@ -186,9 +189,8 @@ class Model:
 
         A token is in few samples, so that gradients of its embedding are zero in most.
         """
-        kinds = torch.nn.Embedding, torch.nn.EmbeddingBag
         of_task = getattr(self.task, "token_variables", ())
-        return bool(of_task) or any(isinstance(x, kinds) for x in self.meta_module().modules())
+        return bool(of_task) or any(isinstance(x, EMBEDDINGS) for x in self.meta_module().modules())
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own copy of the architecture."""
