@@ -22,6 +22,7 @@ FILES = (
     "2026-11-30-leaderboard-cells.txt",
     "2026-11-28-leaderboard-language.txt",
     "2026-11-29-leaderboard.txt",
+    "2026-11-30-leaderboard-texts.txt",
 )
 SHOWN = {"trakdask, halves": "10", "BM25": "1"}
 """How many checkpoints a method has; 3 where none is named."""

@@ -18,8 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 24_054
-LINES_OF_TESTS = 27_107
+LINES_OF_PACKAGE = 23_545
+LINES_OF_TESTS = 26_778
 LINES_OF_BENCHMARKS = 1_984
 NAMED_TYPES = 185
 PUBLIC_NAMES = 100
