@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
 LINES, PEERS = "2026-11-30-readme.txt", "2026-11-23-compare_peers.txt"
 OURS, THEIRS = "2026-11-29-leaderboard.txt", "2026-11-24-leaderboard.txt"
+COSTS = "2026-11-30-leaderboard-costs.txt"
 MEMORY, STORE, FITS = "2026-11-23-memory.txt", "2026-11-23-store.txt", "2026-11-24-fits.txt"
 FOLDER, BACKDOOR = "folder.ipynb", "backdoor.ipynb"
 
@@ -35,9 +36,9 @@ MEASURED = [
     (r"at (\S+) with those of a CNN", OURS, r"(?s)\ncnn:.*?\n +trakdask +3 +(\S+)"),
     (r"reaches (\S+) and", THEIRS, r"(?s)\nmlp:.*?\n +traker +3 .*?\] (\S+)"),
     (r"and (\S+) with its best λ", THEIRS, r"(?s)\ncnn:.*?\n +traker +3 .*?\] (\S+)"),
-    (r"scores of (\S+) digits take", OURS, r"\ncnn: (\d+) samples"),
-    (r"digits take (\S+) CPU seconds", OURS, r"(?s)\ncnn:.*?\n +trakdask +3 .*?\] +(\S+)"),
-    (r"`traker` takes (\S+)\. ", OURS, r"(?s)\ncnn:.*?\n +traker +3 .*?/n +(\S+)"),
+    (r"scores of (\S+) digits take", COSTS, r"\ncnn: (\d+) samples"),
+    (r"digits take (\S+) CPU seconds", COSTS, r"(?s)\ncnn:.*?\n +trakdask +3 .*?\] +(\S+)"),
+    (r"`traker` takes (\S+)\. ", COSTS, r"(?s)\ncnn:.*?\n +traker +3 .*?\] +(\S+)"),
     (r"CNN (\d+) to \d+ times", PEERS, r"│ +512 │ +2048 │ +trakdask │ +\S+ │ +(\S+)"),
     (r"to (\d+) times as fast", PEERS, r"│ +32 │ +512 │ +trakdask │ +\S+ │ +(\S+)"),
     (r"Ranking (\S+) samples with (\S+) GB", MEMORY, r"n=(\d+) .*features (\S+) GB"),
