@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 23_545
+LINES_OF_PACKAGE = 23_538
 LINES_OF_TESTS = 26_779
 LINES_OF_BENCHMARKS = 1_984
 NAMED_TYPES = 185

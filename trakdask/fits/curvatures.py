@@ -193,17 +193,10 @@ def differentiates_words(model: Model) -> bool:
 
 
 def curvature_with(
-    writer: str | None,
-    samples: xr.Dataset,
-    model: Model,
-    *,
-    damping: float = 10.0,
-    leading: int = 1024,
-    estimator: EstimatorLike = "auto",
-    progress: bool = True,
-    **options: Any,
-) -> Fitted:
-    """Do as :func:`curvature`, with a matrix whose words have no eigenvectors."""
+    writer: str | None, samples: xr.Dataset, model: Model, *, damping: float = 10.0,
+    leading: int = 0, estimator: EstimatorLike = "auto", progress: bool = False, **options: Any,
+) -> Fitted:  # fmt: skip
+    """Do as :func:`curvature`, with the matrix whose words have no eigenvectors."""
     if not 0 <= damping < np.inf:
         raise ValueError(f"expected a finite damping >= 0, got {damping!r}; try damping=10")
     leading = require_integer("leading", leading, 0, remedy="try leading=1024")

@@ -323,7 +323,7 @@ def _curvature(
     model: Model,
 ) -> Fitted:
     """Return the curvature, with what says how much parameters, or the curvature, are believed."""
-    fit = curvature_with(writer, few, model, leading=0, progress=False, **options)
+    fit = curvature_with(writer, few, model, **options)
     if has_weights:
         return fit.beside(scores_by_group(few, model, fit, **options))
     return fit.beside({"totals": totals_of(few, model, fit, **options)}) if is_asked else fit
