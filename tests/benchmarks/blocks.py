@@ -45,7 +45,7 @@ def in_blocks(rule: str, sums: np.ndarray, shapes, writer=None) -> np.ndarray:  
     sums = sums.copy()
     for _, _, length, place in factors_of(shapes, writer):
         owner = np.arange(length) * RULES[rule](length) // length
-        sums[place] *= (owner[:, None] == owner).ravel()
+        sums[place] *= (owner[:, None] == owner).reshape(sums[place].shape)
     return _WHOLE(sums, shapes, writer)
 
 
