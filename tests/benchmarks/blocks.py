@@ -3,8 +3,8 @@
     python tests/benchmarks/blocks.py --cache demo-output/quality    # hours
 
 The matrix of an axis keeps what is between coordinates of one block; ``quarters`` divides each axis
-into four, as blocks of 1,024 would an axis of 4,096. ``--kept`` shows what a cache has. The ground
-truth of all tasks is committed.
+into four, as blocks of 1,024 would an axis of 4,096. Curvatures ``of 300`` samples cost half as
+much. ``--kept`` shows what a cache has. The ground truth of all tasks is committed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from _quality_truth import checkpoints, ground
 from _quality_wider import HELD_OUT, LARGE, UNDERFITTED, WIDER
 
 import trakdask as td
-from trakdask.fits import curvatures
+from trakdask.fits import curvatures, fitting
 from trakdask.tensors import factors_of
 
 TASKS = SUBJECTS | WIDER | HELD_OUT | UNDERFITTED | LARGE
@@ -35,6 +35,8 @@ RULES = {
     "256": lambda d: -(-d // 256),
     "128": lambda d: -(-d // 128),
     "64": lambda d: -(-d // 64),
+    "32": lambda d: -(-d // 32),
+    "64 of 300": lambda d: -(-d // 64),
     "quarters": lambda d: 4 if d >= 16 else 1,
 }
 _WHOLE = curvatures.eigenvectors_of
@@ -56,7 +58,11 @@ def measure(name: str, n: int, cache: Path, rules: list[str]) -> dict[str, float
     samples = [subject.samples(part) for part in range(2)]
     for rule in rules:
         began = time.process_time()
-        with mock.patch.object(curvatures, "eigenvectors_of", partial(in_blocks, rule)):
+        few = 300 if rule.endswith("of 300") else fitting.N_CURVATURE
+        with (
+            mock.patch.object(curvatures, "eigenvectors_of", partial(in_blocks, rule)),
+            mock.patch.object(fitting, "N_CURVATURE", few),
+        ):
             projector = td.fit(samples[0], model, progress=False)
         features = [td.featurize(each, model, projector).compute() for each in samples]
         lds = td.evaluate.lds(td.score(*features), *ground(subject), resamples=1)
