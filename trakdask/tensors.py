@@ -12,6 +12,8 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +24,25 @@ Shapes = Mapping[str, tuple[int, ...]]
 LONGEST_AXIS = 4096
 """A longer axis, such as a vocabulary, keeps its coordinates: eigenvectors cost d³."""
 
+LONGEST_BLOCK = 64
+"""Coordinates that share eigenvectors."""
+
 VECTORS = "biases and norms"
 """The group of all parameters with less than two axes."""
 
 _CPU = torch.device("cpu")
 
-Rotations = dict[str, dict[int, Tensor]]
-"""The matrix of each axis that has one, by parameter."""
+Rotations = dict[str, dict[int, list[Tensor]]]
+"""The matrices of the blocks of each axis that has some, by parameter."""
+
+
+class Turning(NamedTuple):
+    """Which axes get the coordinates of eigenvectors, and how many coordinates these mix."""
+
+    writer: str | None = None
+    """The matrix that writes the words of a language model: words differ less when mixed."""
+    block: int | None = None
+    """The longest part of an axis that has eigenvectors of its own; None for whole axes."""
 
 
 def axes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -42,21 +56,32 @@ def axes_of(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:2], math.prod(shape[2:])) if len(shape) > 2 else shape
 
 
-def factors_of(shapes: Shapes, writer: str | None = None) -> Iterator[tuple[str, int, int, slice]]:
-    """Return, for every axis with eigenvectors, its parameter, number, length and place.
+def factors_of(shapes: Shapes, turning: Turning) -> Iterator[tuple[str, int, slice, slice]]:
+    """Return, for every block with eigenvectors, its parameter, axis, coordinates and place.
 
-    The place says where its matrix is, row by row, among the matrices of all axes. Biases and other
-    vectors have none: the matrix of their only axis would have a column for every element. Nor have
-    the words of ``writer``, the matrix that writes words, since they differ less when mixed.
+    The place says where its matrix is, row by row, among the matrices of all blocks. Biases and
+    other vectors have none: the matrix of their only axis would have a column for every element.
+
+    Examples
+    --------
+    >>> [*factors_of({"weight": (2, 3), "bias": (2,)}, Turning(block=2))]
+    [('weight', 0, slice(0, 2, None), slice(0, 4, None)),
+     ('weight', 1, slice(0, 1, None), slice(4, 5, None)),
+     ('weight', 1, slice(1, 3, None), slice(5, 9, None))]
     """
     start = 0
     for name, shape in shapes.items():
         lengths = axes_of(shape)
         for axis, length in enumerate(lengths):
-            is_turned = 1 < length <= LONGEST_AXIS and (name, axis) != (writer, 0)
-            if len(lengths) > 1 and is_turned:
-                yield name, axis, length, slice(start, start + length**2)
-                start += length**2
+            is_turned = 1 < length <= LONGEST_AXIS and (name, axis) != (turning.writer, 0)
+            if len(lengths) < 2 or not is_turned:
+                continue
+            # Blocks as equal as can be: the heads of attention stay apart if they are of one size.
+            n_blocks = -(-length // (turning.block or length))
+            edges = [length * i // n_blocks for i in range(n_blocks + 1)]
+            for first, last in pairwise(edges):
+                yield name, axis, slice(first, last), slice(start, start + (last - first) ** 2)
+                start += (last - first) ** 2
 
 
 def group_of(name: str, shapes: Shapes) -> str:
@@ -86,25 +111,34 @@ def places_of(shapes: Shapes) -> dict[str, slice]:
 
 
 def rotations(
-    eigenvectors: np.ndarray, shapes: Shapes, device: torch.device, writer: str | None = None
+    eigenvectors: np.ndarray, shapes: Shapes, device: torch.device, turning: Turning
 ) -> Rotations:
-    """Return the matrix of each axis by parameter."""
+    """Return the matrices of the blocks of each axis by parameter."""
     matrices: Rotations = {name: {} for name in shapes}
-    for name, axis, length, place in factors_of(shapes, writer):
-        matrix = torch.tensor(eigenvectors[place], device=device)
-        matrices[name][axis] = matrix.view(length, length)
+    for name, axis, columns, place in factors_of(shapes, turning):
+        length = columns.stop - columns.start
+        matrix = torch.tensor(eigenvectors[place], device=device).view(length, length)
+        matrices[name].setdefault(axis, []).append(matrix)
     return matrices
 
 
-def rotated(gradient: Tensor, shape: tuple[int, ...], matrices: Mapping[int, Tensor]) -> Tensor:
-    """Return gradients of a parameter, (n, numel), in the coordinates of its axes.
+def turned(value: Tensor, blocks: Sequence[Tensor]) -> Tensor:
+    """Return the last axis of a tensor in the coordinates of the columns of its blocks.
 
-    Cost: 2 flops for each element and each column of a matrix.
+    Cost: 2 flops for each element and each column of its block.
     """
+    parts = value.split([len(block) for block in blocks], -1)
+    products = [part @ block.to(value.dtype) for part, block in zip(parts, blocks, strict=True)]
+    return torch.cat(products, -1) if len(products) > 1 else products[0]
+
+
+def rotated(
+    gradient: Tensor, shape: tuple[int, ...], matrices: Mapping[int, Sequence[Tensor]]
+) -> Tensor:
+    """Return gradients of a parameter, (n, numel), in the coordinates of its axes."""
     value = gradient.reshape(len(gradient), *axes_of(shape))
-    for axis, matrix in matrices.items():
-        moved = value.movedim(axis + 1, -1) @ matrix.to(value.dtype)
-        value = moved.movedim(-1, axis + 1)
+    for axis, blocks in matrices.items():
+        value = turned(value.movedim(axis + 1, -1), blocks).movedim(-1, axis + 1)
     return value.reshape(len(gradient), -1)
 
 

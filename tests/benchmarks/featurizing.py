@@ -107,19 +107,21 @@ def _fitted_maps(shapes: Mapping[str, tuple[int, ...]]):  # type: ignore[no-unty
     from trakdask.projection import SJLT, RowMap
     from trakdask.projection.fitted import Components, Curvature, Fitted
     from trakdask.projection.maps import Maps
-    from trakdask.tensors import factors_of
+    from trakdask.tensors import LONGEST_BLOCK, factors_of
 
     rng, n_rows = np.random.default_rng(0), sum(map(math.prod, shapes.values()))
     width = sketch_of(shapes).proj_dim
+    step = Curvature(10.0, 0.5, width // 2, block=LONGEST_BLOCK)
+    factors = [*factors_of(shapes, step.turning)]
     arrays = {
-        "curvature_eigenvectors": np.zeros([p.stop for *_, p in factors_of(shapes)][-1], "f4"),
+        "curvature_eigenvectors": np.zeros(factors[-1][-1].stop, "f4"),
         "curvature_scale": rng.uniform(0.5, 2, n_rows).astype("f4"),
         "curvature_leading": np.sort(rng.choice(n_rows, width // 2, replace=False)),
         "principal_components": rng.standard_normal((width, COMPONENTS)).astype("f4"),
     }
-    for *_, length, place in factors_of(shapes):
-        arrays["curvature_eigenvectors"][place] = np.eye(length).ravel()
-    steps = Curvature(10.0, 0.5, width // 2), SJLT(width // 2), Components(COMPONENTS)
+    for *_, columns, place in factors:
+        arrays["curvature_eigenvectors"][place] = np.eye(columns.stop - columns.start).ravel()
+    steps = step, SJLT(width // 2), Components(COMPONENTS)
     rows = RowMap.from_shapes(shapes, alignment=SJLT.row_alignment)
     return Maps(Fitted(steps).bind(rows), rows, 7, arrays, torch.device("cpu"))
 

@@ -35,10 +35,13 @@ def chain(
         steps, arrays = [SecondMoments()], {"moment_scale": scale}
     if first.startswith("curvature"):
         n = 5 if first.endswith("leading") else 0
-        vectors = np.empty(max(place.stop for *_, place in factors_of(SHAPES)), "f4")
-        for _, _, length, place in factors_of(SHAPES):
+        step = Curvature(1.0, 0.5, n, block=2 if first.startswith("curvature, blocks") else None)
+        factors = [*factors_of(SHAPES, step.turning)]
+        vectors = np.empty(factors[-1][-1].stop, "f4")
+        for _, _, columns, place in factors:
+            length = columns.stop - columns.start
             vectors[place] = np.linalg.qr(rng.standard_normal((length, length)))[0].ravel()
-        steps = [Curvature(1.0, 0.5, n)]
+        steps = [step]
         arrays = {
             "curvature_eigenvectors": vectors,
             "curvature_scale": scale,
@@ -54,7 +57,9 @@ def chain(
 
 
 @given(
-    first=st.sampled_from(["", "moments", "curvature", "curvature, leading"]),
+    first=st.sampled_from(
+        ["", "moments", "curvature", "curvature, leading", "curvature, blocks, leading"]
+    ),
     projector=st.sampled_from(PROJECTORS),
     components=st.booleans(),
     seed=st.integers(0, 2**16),

@@ -101,21 +101,26 @@ def kronecker(curvature: Fitted, shapes: Any, name: str, checkpoint: int) -> np.
     """Return the eigenvectors of a parameter as one explicit matrix."""
     matrices = [np.eye(length) for length in axes_of(shapes[name])]
     step = curvature.curvature
-    for parameter, axis, length, place in factors_of(shapes, step and step.writer):
+    assert step is not None
+    for parameter, axis, block, place in factors_of(shapes, step.turning):
         if parameter == name:
             vectors = curvature.arrays["curvature_eigenvectors"][place, checkpoint]
-            matrices[axis] = vectors.reshape(length, length).astype(float)
+            n = block.stop - block.start
+            matrices[axis][block, block] = vectors.reshape(n, n)
     return functools.reduce(np.kron, matrices)
 
 
 @pytest.mark.parametrize(
-    ("name", "checkpoint", "estimator"),
-    [("cnn", 0, "auto"), ("cnn", 1, "trak"), ("words", 1, "auto"), ("language", 0, "auto")],
+    ("name", "checkpoint", "estimator", "block"),
+    [
+        *[("cnn", 0, "auto", 64), ("cnn", 1, "trak", 3), ("words", 1, "auto", None)],
+        *[("language", 0, "auto", 64), ("language", 1, "auto", 2)],
+    ],
 )
 def test_eigenvectors_and_eigenvalues_are_those_of_explicit_sums(
-    name: str, checkpoint: int, estimator: str
+    name: str, checkpoint: int, estimator: str, block: int | None
 ) -> None:
-    shapes, curvature = case(name)[1].shapes, fitted(name, estimator=estimator)
+    shapes, curvature = case(name)[1].shapes, fitted(name, estimator=estimator, block=block)
     parts, q = gradients(name, checkpoint)
     h = np.sqrt(q) * (1 - q)
     if estimator == "trak" or name == "language":  # which has no weights by its outputs
@@ -124,13 +129,18 @@ def test_eigenvectors_and_eigenvalues_are_those_of_explicit_sums(
     assert step is not None
     # Words that are written keep their coordinates: 7² entries fewer.
     assert step.writer == ("3.weight" if name == "language" else None)
-    n_entries = sum(d**2 for _, _, d, _ in factors_of(shapes)) - 49 * (name == "language")
-    assert len(curvature.arrays["curvature_eigenvectors"]) == n_entries
-    for parameter, axis, length, place in factors_of(shapes, step.writer):
+    factors = [*factors_of(shapes, step.turning)]
+    assert len(curvature.arrays["curvature_eigenvectors"]) == factors[-1][-1].stop
+    if name == "language":
+        assert [axis for parameter, axis, *_ in factors if parameter == "3.weight"] == [1] * (
+            1 if block == 64 else 2
+        )
+    for parameter, axis, columns, place in factors:
+        length = columns.stop - columns.start
         lengths = axes_of(shapes[parameter])
         total = np.zeros((length, length))
         for weight, gradient in zip(h, parts[parameter], strict=True):
-            m = np.moveaxis(gradient.reshape(lengths), axis, 0).reshape(length, -1)
+            m = np.moveaxis(gradient.reshape(lengths), axis, 0).reshape(lengths[axis], -1)[columns]
             if m.shape[1] > SKETCHED_COLUMNS:
                 m = m @ signs(m.shape[1]).numpy()
             total += weight * m @ m.T
@@ -148,20 +158,19 @@ def test_eigenvectors_and_eigenvalues_are_those_of_explicit_sums(
 
 
 @pytest.mark.parametrize(
-    ("name", "engine", "batch_size"),
+    ("name", "engine", "batch_size", "block"),
     [
-        ("cnn", "hooks", 24),
-        ("cnn", "vmap", 5),
-        ("words", "hooks", 5),
-        ("words", "loop", 24),
-        ("language", "hooks", 24),
-        ("language", "loop", 5),
+        *[("cnn", "hooks", 24, 64), ("cnn", "hooks", 7, 2), ("cnn", "vmap", 5, 3)],
+        *[("words", "hooks", 5, 3), ("words", "loop", 24, None)],
+        *[("language", "hooks", 24, 64), ("language", "hooks", 5, 2), ("language", "loop", 5, 2)],
     ],
 )
-def test_features_are_those_of_explicit_rotations(name: str, engine: Any, batch_size: int) -> None:
+def test_features_are_those_of_explicit_rotations(
+    name: str, engine: Any, batch_size: int, block: int | None
+) -> None:
     samples, model = case(name)
     n_kept = 32
-    curvature = fitted(name, leading=n_kept)
+    curvature = fitted(name, leading=n_kept, block=block)
     features = td.featurize(
         samples, model, curvature.then(td.SJLT(32)), gradients=engine, batch_size=batch_size
     ).compute()

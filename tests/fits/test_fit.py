@@ -82,7 +82,7 @@ def test_fit__is_the_chain_of_its_steps() -> None:
     np.testing.assert_allclose(*products, rtol=1e-3, atol=1e-4 * products[0].max())
     for options, steps in (
         ({"curvature": False}, "SJLT(proj_dim=24, sparsity=4, seed=0), Components(proj_dim=6)"),
-        ({"components": False}, "leading=3), SJLT(proj_dim=3, sparsity=4, seed=0)"),
+        ({"components": False}, "leading=3, block=64), SJLT(proj_dim=3, sparsity=4, seed=0)"),
     ):
         assert steps in repr(td.fit(SAMPLES, MODEL, **SMALL | options))
     moments = [{n: t.abs() for n, t in state.items()} for state in states().values()]
@@ -139,9 +139,9 @@ def test_fit__runs_as_many_checkpoints_side_by_side_as_keep_workers_busy(
     monkeypatch.setattr(keeping, "n_slots", lambda: 8)
     curvature, together = fitting.curvature_with, []
 
-    def spied(writer: Any, samples: xr.Dataset, model: td.Model, **options: Any) -> Fitted:
+    def spied(turning: Any, samples: xr.Dataset, model: td.Model, **options: Any) -> Fitted:
         together.append(list(model.spec()["checkpoints"]))
-        return curvature(writer, samples, model, **options)
+        return curvature(turning, samples, model, **options)
 
     monkeypatch.setattr(fitting, "curvature_with", spied)
     options = SMALL | {"weights": True}
@@ -200,13 +200,13 @@ def test_fit__goes_on_where_it_was_killed(tmp_path: Path, monkeypatch: Any) -> N
     store, fitted_to = tmp_path / "train.zarr", []
     curvature = fitting.curvature_with
 
-    def dying(writer: Any, samples: xr.Dataset, model: td.Model, **options: Any) -> Any:
+    def dying(turning: Any, samples: xr.Dataset, model: td.Model, **options: Any) -> Any:
         names = list(model.spec()["checkpoints"])
         if names == ["b"] and not fitted_to.count("b"):
             fitted_to.append("b")
             raise KeyboardInterrupt
         fitted_to.extend(names)
-        return curvature(writer, samples, model, **options)
+        return curvature(turning, samples, model, **options)
 
     monkeypatch.setattr(fitting, "curvature_with", dying)
     with pytest.raises(KeyboardInterrupt):

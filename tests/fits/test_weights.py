@@ -124,17 +124,19 @@ def test_weights__are_by_default_of_models_of_tokens(tmp_path: Any) -> None:
         td.fit(*case("cnn"), **options | {"weights": True, "curvature": False})
 
 
-def test_fit__goes_on_with_words_as_an_older_store_has_them(
+def test_fit__goes_on_with_the_coordinates_of_an_older_store(
     tmp_path: Any, monkeypatch: Any
 ) -> None:
-    """Older versions turned the words that a model writes, too."""
+    """Older versions turned whole axes, and the words that a model writes, too."""
+    monkeypatch.setattr(fitting, "LONGEST_BLOCK", 3)
     samples, model = case("language")
     options, store = EXACT | {"sketch": td.SJLT(64), "proj_dim": 64}, tmp_path / "older.zarr"
     one = model.at_checkpoints(["a"])
     with monkeypatch.context() as older:
         older.setattr(fitting, "writes_words", lambda model: None)
+        older.setattr(fitting, "LONGEST_BLOCK", None)
         before = td.fit(samples, one, store=store, **options)
-    assert "writer" not in before.spec()["steps"][0]
+    assert not {"writer", "block"} & before.spec()["steps"][0].keys()
     td.save(td.featurize(samples, one, before), store, progress=False)
     both = td.fit(samples, model, store=store, **options)
     assert both.spec() == before.spec()
@@ -143,7 +145,9 @@ def test_fit__goes_on_with_words_as_an_older_store_has_them(
     )
     targets = td.featurize(samples.isel(sample=[1, 5]), model, like=features)
     np.testing.assert_allclose(targets.feature, features.feature[[1, 5]], rtol=1e-3, atol=1e-5)
-    assert td.fit(samples, model, **options).spec()["steps"][0]["writer"] == "3.weight"
+    younger = td.fit(samples, model, **options).curvature
+    assert younger is not None
+    assert younger.turning == ("3.weight", 3)
 
 
 def test_fit__curvatures_of_models_of_tokens_are_of_all_samples(monkeypatch: Any) -> None:

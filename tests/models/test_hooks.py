@@ -16,7 +16,7 @@ from trakdask.models.model import Model
 from trakdask.models.plans import hook_plan
 from trakdask.models.rules import rules_of
 from trakdask.models.tasks import Batch, Forward
-from trakdask.tensors import factors_of, rotations
+from trakdask.tensors import Turning, factors_of, rotations
 
 
 class Total:
@@ -364,11 +364,13 @@ def test_hooks__gradients_written_where_the_sink_says(layer: str) -> None:
     "layer",
     ["linear", "conv2d", "groups called twice", "rows flattened, channels", "lstm", "embedding"],
 )
-def test_hooks__coordinates_are_those_of_the_loop(layer: str) -> None:
+@pytest.mark.parametrize("block", [None, 2])
+def test_hooks__coordinates_are_those_of_the_loop(layer: str, block: int | None) -> None:
     build, x = LAYERS[layer]
-    model = Model(made(build), task=Total())
-    places = [place for *_, place in factors_of(model.shapes)]
-    matrices = rotations(normal(places[-1].stop).numpy(), model.shapes, torch.device("cpu"))
+    model, turning = Model(made(build), task=Total()), Turning(block=block)
+    places = [place for *_, place in factors_of(model.shapes, turning)]
+    vectors = normal(places[-1].stop).numpy()
+    matrices = rotations(vectors, model.shapes, torch.device("cpu"), turning)
     found = {engine: Collected() for engine in ("hooks", "loop")}
     for engine, sink in found.items():
         forward, names = model.forward(model.checkpoints[0]), list(model.shapes)

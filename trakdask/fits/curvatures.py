@@ -39,8 +39,10 @@ from trakdask.projection import Identity
 from trakdask.projection.fitted import Curvature, Fitted
 from trakdask.projection.maps import Stream
 from trakdask.tensors import (
+    LONGEST_BLOCK,
     Scratch,
     Shapes,
+    Turning,
     axes_of,
     factors_of,
     float64_device,
@@ -83,6 +85,7 @@ def curvature(
     *,
     damping: float = 10.0,
     leading: int = 1024,
+    block: int | None = LONGEST_BLOCK,
     estimator: EstimatorLike = "auto",
     progress: bool = True,
     **options: Any,
@@ -108,6 +111,10 @@ def curvature(
     leading
         How many of the coordinates with most of the scaled curvature become columns of their own,
         beside the columns of the projector that follows. 0 before :class:`trakdask.Identity`.
+    block
+        How many coordinates of an axis share eigenvectors: longer axes are divided into parts as
+        equal as can be, such as the heads of attention. Some samples say little about large
+        matrices, and to turn long axes takes most of the time. None for whole axes, as in EK-FAC.
     estimator
         As in :func:`trakdask.score`; samples have the weights h that they have in its gram matrix.
     progress
@@ -120,9 +127,9 @@ def curvature(
     The first step of a projector, in memory; ``.then(td.SJLT(1024))`` makes a projector of it. It
     holds, and features of it have as variables,
 
-    - ``curvature_eigenvectors`` (entry, checkpoint) float32: a matrix for each axis of a parameter
-      (of a kernel: out, in, and all places together), unless it is longer than 4096, or the words
-      that a language model writes;
+    - ``curvature_eigenvectors`` (entry, checkpoint) float32: a matrix for each block of each axis
+      of a parameter (of a kernel: out, in, and all places together), unless the axis is longer than
+      4096, or is the words that a language model writes;
     - ``curvature_scale`` (coordinate, checkpoint) float32: 1/√(Λ + δ mean Λ), where Λ is the mean
       of h g² in the coordinates of the eigenvectors; 0 for gradients that are nothing but rounding,
       as of the bias of attention's keys;
@@ -137,8 +144,8 @@ def curvature(
     -----
     It is computed at once, since features of training samples and of targets need the same values.
     Cost: two passes over the samples, each with 2 Σd flops for every parameter, where d are the
-    lengths of its axes. Memory: Σd² + P numbers, with the number of parameters P; and in a task,
-    the gradients of a micro-batch with respect to the largest parameter.
+    lengths of the blocks of its axes. Memory: Σd² + P numbers, with the number of parameters P; and
+    in a task, the gradients of a micro-batch with respect to the largest parameter.
 
     References
     ----------
@@ -156,8 +163,10 @@ def curvature(
     8
     """
     require_model(model)
+    if block is not None:
+        block = require_integer("block", block, 1, remedy="try block=64, or None for whole axes")
     return curvature_with(
-        writes_words(model), samples, model,
+        Turning(writes_words(model), block), samples, model,
         damping=damping, leading=leading, estimator=estimator, progress=progress, **options,
     )  # fmt: skip
 
@@ -193,10 +202,10 @@ def differentiates_words(model: Model) -> bool:
 
 
 def curvature_with(
-    writer: str | None, samples: xr.Dataset, model: Model, *, damping: float = 10.0,
+    turning: Turning, samples: xr.Dataset, model: Model, *, damping: float = 10.0,
     leading: int = 0, estimator: EstimatorLike = "auto", progress: bool = False, **options: Any,
 ) -> Fitted:  # fmt: skip
-    """Do as :func:`curvature`, with the matrix whose words have no eigenvectors."""
+    """Do as :func:`curvature`, with the axes that a store turns."""
     if not 0 <= damping < np.inf:
         raise ValueError(f"expected a finite damping >= 0, got {damping!r}; try damping=10")
     leading = require_integer("leading", leading, 0, remedy="try leading=1024")
@@ -206,7 +215,7 @@ def curvature_with(
     ]
     weights = with_gram(xr.Dataset(attrs=prepared[0].attrs), estimator).of_sums()
     with block_bar("curvature", 2 * len(prepared[0].rows) * len(prepared), show=progress):
-        (both,) = dask.compute([_lazy_curvature(each, weights.power, writer) for each in prepared])
+        (both,) = dask.compute([_lazy_curvature(each, weights.power, turning) for each in prepared])
     fits = []
     for one, (vectors, values) in zip(prepared, both, strict=True):
         scale = scale_of(values[:, 0], one.job.model.shapes, damping)
@@ -216,25 +225,25 @@ def curvature_with(
             "curvature_scale": scale[:, None],
             "curvature_leading": kept[:, None],
         }
-        step = Curvature(float(damping), weights.power, len(kept), writer=writer)
+        step = Curvature(float(damping), weights.power, len(kept), None, *turning)
         fits.append(Fitted(()).with_arrays(step, arrays, model_of(one.attrs)))
     return Fitted.joined(fits)
 
 
 def _lazy_curvature(
-    prepared: GraphInputs, power: float | None, writer: str | None
+    prepared: GraphInputs, power: float | None, turning: Turning
 ) -> tuple[da.Array, da.Array]:
     """Return eigenvectors (entry, checkpoint) and mean eigenvalues (coordinate, checkpoint).
 
     Two passes over the samples, a task for every block of each; their sums are added up in a tree.
     """
-    job, token = prepared.job, tokenize(prepared.token, power, writer)
+    job, token = prepared.job, tokenize(prepared.token, power, turning)
     shapes, n_coordinates = job.model.shapes, job.row_map.n_parameters
-    n_entries = max((place.stop for *_, place in factors_of(shapes, writer)), default=0)
+    n_entries = max((place.stop for *_, place in factors_of(shapes, turning)), default=0)
 
     def summed(kind: Any, length: int, title: str, *eigenvectors: Any) -> da.Array:
         blocks = block_tasks(
-            partial(_add_up_block, kind, power, writer, length),
+            partial(_add_up_block, kind, power, turning, length),
             "sec", prepared, token, *eigenvectors,
             new_axes={"e": length}, adjust_chunks={"s": 1}, name=f"{title}-{token}",
             dtype=np.float64,
@@ -242,7 +251,7 @@ def _lazy_curvature(
         return kept_blocks(blocks).sum(axis=0, split_every=4)
 
     sums = summed(AxisProducts, n_entries, "axis-products", None, None)
-    vectors = da.map_blocks(eigenvectors_of, sums, shapes, writer, dtype=np.float32)
+    vectors = da.map_blocks(eigenvectors_of, sums, shapes, turning, dtype=np.float32)
     squares = summed(SquaredCoordinates, n_coordinates, "squares", vectors, "xc")
     return vectors, squares / sum(prepared.rows)
 
@@ -250,7 +259,7 @@ def _lazy_curvature(
 def _add_up_block(
     kind: type[AxisProducts | SquaredCoordinates],
     power: float | None,
-    writer: str | None,
+    turning: Turning,
     length: int,
     job: FeaturizeJob,
     item: np.ndarray,
@@ -268,11 +277,11 @@ def _add_up_block(
             if power is not None:  # a forward pass of its own, before the gradients
                 q = out_to_loss_of(forward, task, batch).numpy(force=True)
                 h = torch.tensor(gram_weights(q, power), dtype=torch.float32)
-            return kind(shapes, h.to(samples.device), total, writer)
+            return kind(shapes, h.to(samples.device), total, turning)
 
         matrices = None
         if eigenvectors is not None:
-            matrices = rotations(eigenvectors[:, 0], shapes, samples.device, writer)
+            matrices = rotations(eigenvectors[:, 0], shapes, samples.device, turning)
         run_samples(samples, checkpoint, 0, open_stream, matrices)
         if not np.isfinite(total).all():
             raise ValueError(
@@ -294,12 +303,12 @@ class Sums:
     total
         The total, to which the sums are added once all gradients are there: a micro-batch that
         runs out of memory is divided and starts again.
-    writer
-        The matrix whose words have no eigenvectors.
+    turning
+        Which axes have eigenvectors.
     """
 
     def __init__(
-        self, shapes: Shapes, weights: Tensor, total: np.ndarray, writer: str | None = None
+        self, shapes: Shapes, weights: Tensor, total: np.ndarray, turning: Turning
     ) -> None:
         self._shapes, self._weights, self._total = shapes, weights, total
         device = float64_device(weights.device)
@@ -315,12 +324,12 @@ class AxisProducts(Sums):
     """Adds up Σ h M Mᵀ, the small matrix of every axis, (entry,)."""
 
     def __init__(
-        self, shapes: Shapes, weights: Tensor, total: np.ndarray, writer: str | None = None
+        self, shapes: Shapes, weights: Tensor, total: np.ndarray, turning: Turning
     ) -> None:
-        super().__init__(shapes, weights, total)
-        self._factors: dict[str, list[tuple[int, slice]]] = {name: [] for name in shapes}
-        for name, axis, _, place in factors_of(shapes, writer):
-            self._factors[name].append((axis, place))
+        super().__init__(shapes, weights, total, turning)
+        self._factors: dict[str, dict[int, list[tuple[slice, slice]]]] = {n: {} for n in shapes}
+        for name, axis, columns, place in factors_of(shapes, turning):
+            self._factors[name].setdefault(axis, []).append((columns, place))
         self._whole: dict[str, Tensor] = {}
 
     def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
@@ -338,7 +347,7 @@ class AxisProducts(Sums):
             gradient = whole
         value = wide(gradient).reshape(len(gradient), *axes_of(self._shapes[name]))
         roots = self._weights.sqrt().to(value)[:, None]
-        for axis, place in self._factors[name]:
+        for axis, blocks in self._factors[name].items():
             # 2. M of each sample, with this axis first: a view, unless it is between two others.
             matrices = value.movedim(axis + 1, 1)
             if axis == value.ndim - 2:
@@ -351,9 +360,10 @@ class AxisProducts(Sums):
             if matrices.shape[2] > SKETCHED_COLUMNS:
                 matrices = matrices @ signs(matrices.shape[2]).to(matrices)
             rows = (matrices.movedim(1, 0) * roots).flatten(1)
-            if len(rows) <= _SHORT_AXIS:
-                rows = in_float64(rows)
-            self._sums[place] += in_float64((rows @ rows.T).flatten())
+            for columns, place in blocks:
+                block = rows[columns]
+                block = in_float64(block) if len(block) <= _SHORT_AXIS else block
+                self._sums[place] += in_float64((block @ block.T).flatten())
         if name in self._whole:
             _scratch.put_back("whole", self._whole.pop(name))
 
@@ -381,19 +391,20 @@ def signs(n_rows: int) -> Tensor:
     return torch.from_numpy(2.0 * draws - 1).float()
 
 
-def eigenvectors_of(sums: np.ndarray, shapes: Shapes, writer: str | None = None) -> np.ndarray:
-    """Return the eigenvectors of the matrix of every axis, (entry, ...) float32.
+def eigenvectors_of(sums: np.ndarray, shapes: Shapes, turning: Turning) -> np.ndarray:
+    """Return the eigenvectors of the matrix of every block, (entry, ...) float32.
 
     Examples
     --------
     >>> sums = np.array([1.0, 0, 0, 4, 9, 0, 0, 16])
-    >>> eigenvectors_of(sums, {"weight": (2, 2)}).tolist()
+    >>> eigenvectors_of(sums, {"weight": (2, 2)}, Turning()).tolist()
     [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]
     """
     vectors = np.empty(sums.shape, np.float32)
-    for _, _, length, place in factors_of(shapes, writer):
-        _, columns = np.linalg.eigh(sums[place].reshape(length, length))
-        vectors[place] = signed(columns).reshape(sums[place].shape)
+    for _, _, columns, place in factors_of(shapes, turning):
+        length = columns.stop - columns.start
+        _, turns = np.linalg.eigh(sums[place].reshape(length, length))
+        vectors[place] = signed(turns).reshape(sums[place].shape)
     return vectors
 
 

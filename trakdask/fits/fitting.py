@@ -41,6 +41,7 @@ from trakdask.samples.array_source import validate_samples
 from trakdask.samples.datasets import drawn, drawn_places, source_of
 from trakdask.storage.reading import open
 from trakdask.storage.writing import kept_beside
+from trakdask.tensors import LONGEST_BLOCK, Turning
 from trakdask.variables import PROJ_DIM, SAMPLE, WRONG_CLASSES
 
 _FEW_SAMPLES = 500
@@ -205,7 +206,9 @@ def fit(
             is_asked = task_facts(model.task).get("loss_kind") == "cross-entropy"
     known_step = None if stored is None else stored.curvature
     kept_weights = None if known_step is None else known_step.weights
-    writer = writes_words(model) if known_step is None else known_step.writer
+    turning = Turning(writes_words(model), LONGEST_BLOCK)
+    if known_step is not None:
+        turning = known_step.turning
     if weights == "auto":
         weights = differentiates_words(model) if stored is None else kept_weights is not None
         weights = bool(weights and curvature)
@@ -246,7 +249,7 @@ def fit(
         for name in todo:
             of_one = model.at_checkpoints([name]).spec()
             of = {**asked, "model": of_one, "before": digests.get(name)}
-            of["facts"] = [is_measured, is_asked, writer]
+            of["facts"] = [is_measured, is_asked, turning]
             files[name] = f"{step}-{digest(of)[:32]}.npz"
         return kept_fits(folder, files, model, compute, n, total)
 
@@ -262,7 +265,7 @@ def fit(
         steps = {name: first.at_checkpoints([name]) for name in todo}
         n_leading, rest = 0, sketch
         if curvature:
-            compute = partial(_curvature, few, options, is_measured, is_asked, writer)
+            compute = partial(_curvature, few, options, is_measured, is_asked, turning)
             scales = kept("curvature", {}, of_curvature, compute)
             totals = [fit.arrays["totals"] for fit in scales.values() if is_asked]
             curvature = not (is_asked and follows_better_without(np.concatenate(totals, -1)))
@@ -274,7 +277,7 @@ def fit(
             if is_measured and scales:
                 facts = {n: [fit.arrays[n] for fit in scales.values()] for n in FACTS}
                 whole = {n: np.concatenate(parts, -1) for n, parts in facts.items()}
-                kept_weights = weights_of(whole, model.shapes, writer)
+                kept_weights = weights_of(whole, model.shapes, turning.writer)
             for name, fit in scales.items():
                 steps[name] = weighted(fit, kept_weights, model.shapes, n_leading)
         # 3. At each checkpoint, the sketch, its components, and how it curves between classes.
@@ -319,11 +322,11 @@ def _curvature(
     options: Mapping[str, Any],
     has_weights: bool,
     is_asked: bool,
-    writer: str | None,
+    turning: Turning,
     model: Model,
 ) -> Fitted:
     """Return the curvature, with what says how much parameters, or the curvature, are believed."""
-    fit = curvature_with(writer, few, model, **options)
+    fit = curvature_with(turning, few, model, **options)
     if has_weights:
         return fit.beside(scores_by_group(few, model, fit, **options))
     return fit.beside({"totals": totals_of(few, model, fit, **options)}) if is_asked else fit

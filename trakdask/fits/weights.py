@@ -38,7 +38,7 @@ from trakdask.projection.fitted import Curvature, Fitted, Weights
 from trakdask.projection.maps import Stream
 from trakdask.projection.stream import ProjectionStream
 from trakdask.samples.datasets import drawn
-from trakdask.tensors import Shapes, factors_of, group_of, groups_of, places_of, rotations
+from trakdask.tensors import Shapes, Turning, factors_of, group_of, groups_of, places_of, rotations
 from trakdask.variables import SAMPLE
 
 FACTS = "scores", "traces", "directions"
@@ -77,7 +77,7 @@ def scores_by_group(
     prepared = prepare(some, model, projector=curvature.then(SJLT(width)), **options)
     step = curvature.curvature
     assert step is not None
-    run = partial(_sketch_block, width, sum(widths), step.writer)
+    run = partial(_sketch_block, width, sum(widths), step.turning)
     rows = kept_sketches(run, prepared, sum(widths), "sketches")
     # 2. Of each group, products of samples and what follows from them, in a task per checkpoint.
     facts = [dask.delayed(_facts_at)(both, widths, step) for both in rows]
@@ -110,7 +110,7 @@ def _size(shapes: Shapes, names: Sequence[str]) -> int:
 
 
 def _sketch_block(
-    width: int, n_columns: int, writer: str | None, job: FeaturizeJob, item: np.ndarray,
+    width: int, n_columns: int, turning: Turning, job: FeaturizeJob, item: np.ndarray,
     rows: tuple[slice], *arrays: np.ndarray,
 ) -> tuple[np.ndarray, ...]:  # fmt: skip
     """Return sketches of a block, (sample, column, 1), f and Q."""
@@ -118,7 +118,7 @@ def _sketch_block(
     with running(job, checkpoint, rows, arrays) as samples:
         device = samples.device
         scale = torch.tensor(fit["curvature_scale"], device=device)
-        matrices = rotations(fit["curvature_eigenvectors"], shapes, device, writer)
+        matrices = rotations(fit["curvature_eigenvectors"], shapes, device, turning)
 
         def open_stream(_: Forward, batch: Batch) -> Stream:
             return _Sketches(shapes, scale, width, batch.size, checkpoint.id)
@@ -213,7 +213,7 @@ def weighted(curvature: Fitted, weights: Weights | None, shapes: Shapes, n_leadi
         scales.append((alpha * s).astype(np.float32))
         lengths.append(np.where(s > 0, alpha**2 * (1 - step.damping * mean * s**2), 0))
     vectors = curvature.arrays["curvature_eigenvectors"]
-    factors = factors_of(shapes, step.writer)
+    factors = factors_of(shapes, step.turning)
     entries = [vectors[place] for name, _, _, place in factors if name in kept]
     leading = leading_coordinates(np.concatenate(lengths)[:, 0], n_leading)
     arrays = {

@@ -35,7 +35,7 @@ from trakdask.models.delivery import Delivery
 from trakdask.models.layers import HookedLayer, rules_by_parameter
 from trakdask.models.plans import hooked
 from trakdask.models.products import PRODUCTS, Products, wide
-from trakdask.models.rules import BY_POSITION, TURNABLE, GradientRule, turned
+from trakdask.models.rules import BY_POSITION, TURNABLE, GradientRule, sides_turned
 from trakdask.models.tasks import Forward
 from trakdask.tensors import Rotations, rotated
 from trakdask.torch_internals import tree_flatten, tree_unflatten, version_of
@@ -253,7 +253,7 @@ class GradientCollector:
         # The channels of groups are apart, so that they cannot be rotated before they meet.
         is_turnable = rule in TURNABLE and getattr(call.module, "groups", 1) == 1
         if matrices and is_turnable:
-            rule, x, delta = turned(rule, call.module, x, delta, matrices)
+            rule, x, delta = sides_turned(rule, call.module, x, delta, matrices)
         gradient = partial(rule, call.module, x, delta, call.buffers)
         if matrices and not is_turnable:  # at once: the next rule overwrites what this one returns
             whole = in_coordinates(gradient(), name, self._forward, self._rotations)

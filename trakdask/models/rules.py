@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from trakdask.models.loading import State
 from trakdask.models.reading import Reading
-from trakdask.tensors import Scratch
+from trakdask.tensors import Scratch, turned
 
 GradientRule = Callable[..., Tensor]
 ALL_ROWS = slice(None)
@@ -192,8 +192,8 @@ def _normalized(module: nn.Module, x: Tensor, buffers: State) -> Tensor:
     return normal
 
 
-def turned(
-    rule: GradientRule, module: Any, x: Tensor, delta: Tensor, matrices: Mapping[int, Tensor]
+def sides_turned(
+    rule: GradientRule, module: Any, x: Tensor, delta: Tensor, blocks: Mapping[int, list[Tensor]]
 ) -> tuple[GradientRule, Tensor, Tensor]:
     """Return a rule and its arguments for a weight's gradient in other coordinates.
 
@@ -203,30 +203,37 @@ def turned(
     ----------
     rule, module, x, delta
         One of ``TURNABLE``, and its arguments.
-    matrices
+    blocks
         By the axis of the weight; one that is missing keeps its coordinates.
     """
-    matrices = {axis: matrix.to(delta.dtype) for axis, matrix in matrices.items()}
     if rule is _conv_weight:
         x, delta = (
-            (matrices[axis].T @ value.flatten(2)).view(value.shape) if axis in matrices else value
+            _channels_turned(value, blocks[axis]) if axis in blocks else value
             for value, axis in ((x, 1), (delta, 0))
         )
-        return partial(_conv_weight, places=matrices.get(2)), x, delta
+        places = torch.block_diag(*blocks[2]).to(delta.dtype) if 2 in blocks else None
+        return partial(_conv_weight, places=places), x, delta
     if rule is embedding_weight:
-        if 0 in matrices:
+        if 0 in blocks:
             # A token is a row of the identity matrix: its coordinates are a row of the rotation.
             tokens, rule = x, transposed_linear_weight
-            x = matrices.pop(0)[tokens]
+            x = torch.block_diag(*blocks[0]).to(delta.dtype)[tokens]
             if module.padding_idx is not None:
                 x[tokens == module.padding_idx] = 0
-        return rule, x, delta @ matrices[1] if 1 in matrices else delta
+        return rule, x, turned(delta, blocks[1]) if 1 in blocks else delta
     axes = (1, 0) if rule is linear_weight else (0, 1)  # of the weight, of x and of delta
     x, delta = (
-        side @ matrices[axis] if axis in matrices else side
+        turned(side, blocks[axis]) if axis in blocks else side
         for axis, side in zip(axes, (x, delta), strict=True)
     )
     return rule, x, delta
+
+
+def _channels_turned(value: Tensor, blocks: list[Tensor]) -> Tensor:
+    """Return (n, channel, ...) in other coordinates, channels first as convolutions want them."""
+    parts = value.flatten(2).split([len(block) for block in blocks], 1)
+    products = [b.T.to(value.dtype) @ part for part, b in zip(parts, blocks, strict=True)]
+    return (torch.cat(products, 1) if len(products) > 1 else products[0]).view(value.shape)
 
 
 _CONV1D: Mapping[str, GradientRule] = {"weight": transposed_linear_weight, "bias": last_bias}

@@ -10,7 +10,7 @@ from trakdask.arrays import memory
 from trakdask.planning.pilot import Pilot
 from trakdask.projection import SJLT
 from trakdask.projection.fitted import Components, Fitted
-from trakdask.tensors import Shapes, factors_of
+from trakdask.tensors import LONGEST_BLOCK, Shapes, Turning, axes_of, factors_of
 
 N_SAMPLES, PROJ_DIM = 2000, 1024
 """What :func:`trakdask.fit` uses if nobody says otherwise."""
@@ -77,14 +77,15 @@ def planned_fit(
     turning, n_turned = 0.0, n_gradients - n_few
     if has_curvature:
         kept += 4 * n_parameters + 8 * n_leading
-        for name, _, d, _ in factors_of(shapes):
-            size = math.prod(shapes[name])
-            operations += 2 * n_few * _SKETCHED * (size + d**2) + 9 * d**3
+        for name, axis, columns, _ in factors_of(shapes, Turning(block=LONGEST_BLOCK)):
+            size, d = math.prod(shapes[name]), columns.stop - columns.start
+            part = size * d / axes_of(shapes[name])[axis]
+            operations += 2 * n_few * _SKETCHED * (part + d**2) + 9 * d**3
             kept += 4 * d**2
             if attrs.get("gradients", "hooks") == "hooks":
                 turning += n_turned * d**2 / (3 * n_parameters)
             else:
-                operations += 2 * n_turned * size * d
+                operations += 2 * n_turned * part * d
     most = max(memory.principal_components(n, w), 4 * kept)
     return {
         "n_samples": n,

@@ -20,7 +20,7 @@ from trakdask.errors import StoreMismatchError
 from trakdask.projection.companding import widened
 from trakdask.projection.protocol import Projector, from_spec
 from trakdask.projection.rows import RowMap
-from trakdask.tensors import Shapes, group_of
+from trakdask.tensors import Shapes, Turning, group_of
 
 KIND = "fitted"
 """In the spec of a projector with fitted steps."""
@@ -55,6 +55,9 @@ class Curvature:
         What the scale of each group of parameters is multiplied by, and why; None for 1.
     writer
         The matrix that writes the words of a language model: words have no eigenvectors.
+    block
+        The longest part of an axis that has eigenvectors of its own; None in older stores, where
+        axes are whole.
     """
 
     damping: float
@@ -62,6 +65,7 @@ class Curvature:
     leading: int
     weights: Weights | None = None
     writer: str | None = None
+    block: int | None = None
 
     kind: ClassVar[str] = "curvature"
     arrays: ClassVar[Mapping[str, str]] = {
@@ -75,6 +79,11 @@ class Curvature:
     )
     damping_prior: ClassVar[float] = 10**0.75
 
+    @property
+    def turning(self) -> Turning:
+        """Which axes have eigenvectors."""
+        return Turning(self.writer, self.block)
+
     def differentiated(self, shapes: Shapes) -> list[str]:
         """Return the parameters that have a weight."""
         weights = self.weights or {}
@@ -84,6 +93,7 @@ class Curvature:
     def __repr__(self) -> str:
         values = f"damping={self.damping}, power={self.power}, leading={self.leading}"
         values += f", writer={self.writer!r}" if self.writer else ""
+        values += f", block={self.block}" if self.block else ""
         weights = self.weights or {}
         order = sorted(
             weights, key=lambda name: -(weights[name]["weight"] ** 2) * weights[name]["share"]
@@ -191,8 +201,9 @@ class Fitted:
             if isinstance(step, Projector):
                 steps.append(step.spec())
                 continue
-            # The specs of stores without weights, or a writer, are as they were.
-            values = {n: v for n, v in asdict(step).items() if v or n not in ("weights", "writer")}
+            # The specs of older stores, without these options, are as they were.
+            younger = "weights", "writer", "block"
+            values = {n: v for n, v in asdict(step).items() if v or n not in younger}
             steps.append({"kind": step.kind, **values})
         return steps[0] if self.is_random else {"kind": KIND, "steps": steps}
 
@@ -215,7 +226,7 @@ class Fitted:
         >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
         >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
         >>> td.fits.curvature(samples, model, leading=2, progress=False).then(td.SJLT(8))
-        Fitted(Curvature(damping=10.0, power=0.5, leading=2), SJLT(proj_dim=8, sparsity=4, seed=0))
+        Fitted(Curvature(damping=10.0, power=0.5, leading=2, block=64), SJLT(proj_dim=8, ...))
         """
         return replace(self, steps=(*self.steps, projector))
 

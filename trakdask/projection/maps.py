@@ -65,8 +65,9 @@ class Maps:
         by_use = {use: arrays[v] for use, v in fitted.variables.items() if v in arrays}
         self.rotations: Rotations | None = None
         if "eigenvectors" in by_use:
-            writer = fitted.curvature.writer if fitted.curvature else None
-            self.rotations = rotations(by_use["eigenvectors"], shapes, device, writer)
+            assert fitted.curvature is not None
+            turning = fitted.curvature.turning
+            self.rotations = rotations(by_use["eigenvectors"], shapes, device, turning)
         self.factors: dict[str, Tensor] = {}
         leading = by_use.get("leading", np.empty(0, np.int64))
         # Coordinates are numbered without the padding between parameters that rows have.
@@ -111,7 +112,7 @@ class Maps:
         for name, matrices in (self.rotations or {}).items():
             start, shape = self.row_map.offset(name), self.row_map.shape(name)
             place = slice(start, start + math.prod(shape))
-            transposed = {axis: matrix.T for axis, matrix in matrices.items()}
+            transposed = {axis: [b.T for b in blocks] for axis, blocks in matrices.items()}
             if transposed:  # else it would be copied to itself, which torch refuses for one row
                 rows[:, place] = rotated(rows[:, place], shape, transposed)
         return rows
