@@ -237,8 +237,8 @@ def divided(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
     >>> divided((3, 5, 0), 4)
     (3, 4, 1, 0)
     """
+    # An empty chunk stays one: tasks go by the number of chunks.
     return tuple(
-        # An empty chunk stays one: tasks go by the number of chunks.
         min(most, size - start) for size in sizes for start in range(0, max(size, 1), most)
     )
 

@@ -322,8 +322,7 @@ def read_chunk(
             return data[inside]
     # 3. By zarr: all rows of a chunk at once, or some from a chunk that is kept, since others need
     # the rest of it soon.
-    n_rows, n_chunk = inside[0].stop - inside[0].start, min(array.chunks[0], array.shape[0])
-    if n_rows == n_chunk or inside[0].stop > n_chunk:
+    if inside[0].stop - inside[0].start == min(array.chunks[0], array.shape[0]):
         return _read(array, folder, path, rows)
     whole = tuple(slice(s, s + size) for s, size in zip(starts, array.chunks, strict=True))
     with _READING:  # so that it is read once, however many threads need it
