@@ -106,7 +106,6 @@ def group_effects(
                 "result"
             )
         predicted = left_out(operands, solved).rechunk(-1)
-        # How much outputs change where predictions do, by checkpoints that were left out.
         left = predicted, output, arrays.effects.slope(predicted, output)
     scale = arrays.effects.scale(output, total, left and left[-1], margins=margins)
     value = data * scale

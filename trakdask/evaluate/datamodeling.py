@@ -96,6 +96,7 @@ def subsets(
                 f"{(groups < 0).sum()} are missing; try labels.fillna('none')"
             )
         n_drawn = int(groups.max()) + 1
+    # Of samples, or of labels: then a label is drawn with all of its samples.
     size = round(fraction * n_drawn)
     if not 0 < size < n_drawn:
         raise ValueError(

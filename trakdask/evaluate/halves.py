@@ -138,6 +138,7 @@ def train_on_halves(
             stacklevel=2,
         )
     names = [f"half-{i}" for i in range(n)]
+    # A file is complete or absent, so its name says that the model was trained.
     missing = [i for i, name in enumerate(names) if f"{name}.pt" not in models.names()]
     # Whatever it closes over goes to each worker once, and is not searched for lazy arrays.
     function = dask.delayed(train_fn, traverse=False)

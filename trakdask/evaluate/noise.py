@@ -87,7 +87,7 @@ def reliability(
     # more of them gain nothing.
     r = max(float(mean_agreement(scores[:, :, None])[0]), 0.0)
     c = np.array(numbers)
-    # Spearman and Brown.
+    # The formula of Spearman and Brown, of as many checkpoints as asked for and as there are.
     found = c * r / (1 + (c - 1) * r)
     here = n_here * r / (1 + (n_here - 1) * r)
     return xr.Dataset(

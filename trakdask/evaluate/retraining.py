@@ -269,6 +269,7 @@ def _train_block(
     train_fn: Callable[..., ArrayLike],
 ) -> NDArray[np.float64]:
     """Read the outputs of one model, or train it and store them."""
+    # Chunks of one mask and one seed: a task trains one model.
     (mask,), seed = masks, int(seeds[0])
     key = model_key(mask, seed)
     name = f"{key}.npy"

@@ -90,8 +90,8 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
     if value == "effect":
         least, most = (result[name].values for name in ("mean_lower", "mean_upper"))
         ax.hlines(rows, least, most, color=ax.xaxis.label.get_color(), linewidth=3)
+    # A $ in a name begins no formula, and the first name is at the top.
     ax.set_yticks(rows, names, parse_math=False)
-    # The first at the top.
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.axvline(0, color="0.4", linewidth=0.8)
     title = f"{result.attrs['level']:.0%} intervals; grey cannot be told from 0"

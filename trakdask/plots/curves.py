@@ -71,6 +71,7 @@ def damping(chosen: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     if np.isfinite(chosen.grade.values).any():
         label = "outputs of left-out\ncheckpoints"
         ax.plot(chosen.relative_damping, chosen.grade, "s-", color="0.4", label=label, **style)
+    # Outputs that did not choose leave a curve, and no choice to mark.
     if np.isfinite(relative := float(chosen.relative)):
         threshold, peak = float(chosen.threshold), float(chosen.peak)
         label = "not clearly below\nthe peak"
