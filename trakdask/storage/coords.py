@@ -129,9 +129,8 @@ def _warn_of_overlap(
     joint: Mapping[str, xr.Variable], n_before: int, names: Sequence[str], url: str
 ) -> None:
     """Warn if new samples are like some of the store in all coords, where these tell all apart."""
-    # pandas hashes no text of numpy; a hash of a row takes 8 bytes, whatever coords it has.
+    # A hash of a row takes 8 bytes, whatever coords it has.
     columns = {name: joint[name].values for name in names if joint[name].dims == (SAMPLE,)}
-    columns |= {n: x.astype(object) for n, x in columns.items() if x.dtype.kind == "T"}
     rows = pd.util.hash_pandas_object(pd.DataFrame(columns), index=False).to_numpy()
     old, new = rows[:n_before], rows[n_before:]
     if DROPPED in joint:  # they may come back with other values
