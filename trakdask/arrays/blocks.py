@@ -92,6 +92,7 @@ def field(array: da.Array, name: str) -> da.Array:
     dtype = array.dtype[name]
     return blockwise(
         _field, "g" * len(dtype.shape), array, "k",
+        # A field that is one number has no axis.
         new_axes=dict(zip("g", dtype.shape, strict=False)),
         concatenate=True, name="field", dtype=dtype.base, key=name,
     )  # fmt: skip
@@ -236,6 +237,7 @@ def divided(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
     >>> divided((3, 5, 0), 4)
     (3, 4, 1, 0)
     """
+    # An empty chunk stays one: tasks go by the number of chunks.
     return tuple(
         min(most, size - start) for size in sizes for start in range(0, max(size, 1), most)
     )

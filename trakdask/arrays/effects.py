@@ -77,12 +77,14 @@ def _scale(outputs: Block, total: Block, slope: Floats | None = None, *, margins
     if slope is not None and margins and (mean := np.nanmean(outputs)) < LEARNED:
         warn_once("hardly learned", _HARDLY.format(mean), warn_client)
         return np.asarray(slope)
+    # Sums that do not follow outputs say nothing of sizes.
     f = outputs.mean(axis=1)
     both = np.isfinite(f) & np.isfinite(total)
     f, total = f[both], total[both]
     spread = np.std(f) * np.std(total) if len(f) > 1 else 0.0
     if spread == 0 or np.cov(f, total, ddof=0)[0, 1] / spread < COMPLETE:
         return np.asarray(1.0 if slope is None else OF_HALVES * slope)
+    # Half of the factor with which sums are nearest to outputs, by least squares.
     half = f @ total / (total @ total) / 2
     return np.asarray(half if slope is None else np.clip(half, LEAST_OF_HALVES * slope, slope))
 
@@ -157,6 +159,8 @@ def errors(predicted: da.Array, outputs: da.Array, slope: da.Array) -> da.Array:
 
 def _errors(predicted: Floats, outputs: Block, slope: Floats) -> Floats:
     p, f = _centred(predicted, outputs)
+    # The mean of a target takes one degree of freedom of its residuals; the slope, of all targets
+    # together, takes hardly any.
     own = np.square(f - slope * p).sum(axis=1) / (p.shape[1] - 1)
     return np.asarray(np.sqrt((own + np.nanmean(own)) / 2))
 

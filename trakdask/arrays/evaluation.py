@@ -241,10 +241,8 @@ def roc_auc(values: Floats, positive: NDArray[np.bool_], confidence: float) -> t
     """
     from scipy.stats import rankdata  # takes a second to import, and only evaluation needs it
 
-    if np.isnan(values).any():
-        return float("nan"), np.full(2, np.nan)
     n1, n0 = int(positive.sum()), int((~positive).sum())
-    ranks = rankdata(values)
+    ranks = rankdata(values)  # all of them NaN, if one value is
     # The fraction of samples of the other class that each sample ranks above.
     above = (ranks[positive] - rankdata(values[positive])) / n0
     below = (ranks[~positive] - rankdata(values[~positive])) / n1

@@ -46,6 +46,7 @@ def mean_of_others(values: Block) -> Block:
     """Return the mean without each column in turn; see :func:`means_of_others`."""
     x, failed = np.nan_to_num(values.astype(np.float64)), np.isnan(values)
     mean = (x.sum(axis=1, keepdims=True) - x) / (x.shape[1] - 1)
+    # A sample that failed at j alone has a mean of the others.
     has_failed = failed.sum(axis=1, keepdims=True) > failed
     return np.where(has_failed, np.nan, mean)
 
@@ -122,6 +123,7 @@ def totals(spectrum: da.Array, sums: da.Array, feature: da.Array) -> da.Array:
 def _totals(phi: Block, sums: Block, spectrum: Spectrum) -> Block:
     inverse, rows = spectrum.inverse(GRID * spectrum.mean), phi[:, :, 0].astype(np.float64)
     v = sums[:, :, 0]
+    # (row, ρ, fold): all λ share the products with the eigenvectors, which are most of the work.
     along = np.einsum(
         "rk,kg,fk->rgf", rows @ inverse.vectors, inverse.along, v @ inverse.vectors, optimize=True
     )
@@ -223,6 +225,8 @@ def agreement(
         if not unbiased:
             return r
         m = counts.sum()
+        # Over ordered pairs of checkpoints, of which there are m (m - 1); that of one with itself
+        # is 0. `counts` is 0 for the one that is left out.
         tau = (concordance @ counts @ counts) / (m * (m - 1))
         return np.asarray(((m + 1) * r - 3 * tau) / (m - 2))
 

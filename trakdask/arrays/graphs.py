@@ -135,6 +135,7 @@ def packed(values: Block, most: int, sizes: tuple[int, ...]) -> ArrayBlockwiseDe
     ([3, 0], [1])
     """
     values = values.astype(np.min_scalar_type(most), copy=False)
+    # One row of bits for each power of two.
     planes = np.stack(
         [np.packbits((values >> i) & 1) for i in range(max(int(most).bit_length(), 1))]
     )
@@ -143,6 +144,7 @@ def packed(values: Block, most: int, sizes: tuple[int, ...]) -> ArrayBlockwiseDe
 
 def _bits(planes: Block, rows: tuple[slice]) -> tuple[Block, int, int]:
     (here,) = rows
+    # Whole bytes, and the place of the first bit in them.
     bits = planes[:, here.start // 8 : -(-here.stop // 8)]
     return bits, here.start % 8, here.stop - here.start
 
@@ -300,6 +302,7 @@ class _Reads(ArrayBlockwiseDep):
         self.slices = ArraySliceDep(chunks)
 
     def __getitem__(self, index: tuple[int, ...]) -> Unread:
+        # All blocks along the axes of the array, but one along those that tasks are divided by.
         blocks: list[Sequence[int]] = [range(n) for n in self.slices.numblocks]
         for axis, i in zip(self.axes, index, strict=True):
             blocks[axis] = (i,)

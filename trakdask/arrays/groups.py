@@ -146,6 +146,7 @@ def _partial(feature: Blocks, weights: Blocks, members: Any, *, n_groups: int, a
     if isinstance(members, tuple):  # numbers of groups, in bits
         codes = unpacked(members) - 1
         is_member = codes >= 0
+        # A row of the matrix has one entry, or none: so this is its indptr.
         starts = np.concatenate([[0], np.cumsum(is_member)])
         entries = np.ones(starts[-1]), codes[is_member], starts
         members = sparse.csr_array(entries, shape=(len(codes), n_groups))
@@ -172,6 +173,7 @@ def _sums_of_members(block: Block, weights: Block, members: sparse.coo_array) ->
     x, n_folds = matrix(block), weights.shape[1]
     n_rows = members.shape[1] * n_folds
     row = members.col.astype(np.intp)[:, None] * n_folds + np.arange(n_folds)
+    # (entry, fold), and so is `row`, the place of each in the sums.
     values = members.data[:, None] * weights[members.row]
     whole = ~(np.isnan(values) | failed_rows(block)[members.row][:, None])
     counts = np.stack([np.bincount(row[some], minlength=n_rows) for some in (whole, ~whole)], 1)

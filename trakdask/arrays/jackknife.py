@@ -41,6 +41,7 @@ def member_score(sums: da.Array, solved: da.Array) -> da.Array:
 
 
 def _member_score(sums: Blocks, solved: Blocks) -> Block:
+    # (group, fold, target), where the last fold leaves none out.
     total, n = np.zeros(()), 0
     for of_groups, w in zip(flat(sums), flat(solved), strict=True):
         product = of_groups[..., 0] @ w[:, :, 0].T.astype(np.float64)
@@ -171,6 +172,7 @@ def least_significant(ratio: da.Array, edges: npt.NDArray[np.float64], q: float)
 def _counts(ratio: Block, *, edges: Block) -> Block:
     """Return how many ratios reach each edge, but not the one before, (1, target, edge)."""
     size, n = np.abs(ratio), len(edges)
+    # One bincount for all targets: the levels of each have numbers of their own.
     level = np.searchsorted(-edges, -size).clip(max=n - 1) + n * np.arange(size.shape[1])
     counts = np.bincount(level[~np.isnan(size)], minlength=n * size.shape[1])
     return counts.reshape(1, -1, n).astype(np.int64)
@@ -178,7 +180,8 @@ def _counts(ratio: Block, *, edges: Block) -> Block:
 
 def _least(counts: Block, *, edges: Block, q: float) -> Block:
     rejected = np.cumsum(counts, axis=1)
-    passes = rejected * q >= LEVELS * rejected[:, -1:]
-    last = passes.shape[1] - 1 - np.argmax((passes & (rejected > 0))[:, ::-1], axis=1)
-    found = (passes & (rejected > 0)).any(axis=1)
-    return np.where(found, edges[last], np.inf)
+    # At the p-value of a level, m p of m tests are significant by chance. The last level where that
+    # is at most the share q of those that are counts; a level that none has reached is no finding.
+    passes = (rejected * q >= LEVELS * rejected[:, -1:]) & (rejected > 0)
+    last = passes.shape[1] - 1 - np.argmax(passes[:, ::-1], axis=1)
+    return np.where(passes.any(axis=1), edges[last], np.inf)

@@ -127,6 +127,7 @@ def score(x: Sizes, targets: Sizes, *, ranked: bool = False, errors: bool = Fals
     """
     c, entries, itemsize = x.n_checkpoints, x.rows * targets.rows, max(x.itemsize, targets.itemsize)
     tile = entries * (_ERRORS if errors else max(2 * itemsize, ranked * (itemsize + _KEYS)))
+    # As in arrays.score.score: products from tasks of their own, and then the tile of all.
     if not x.read and targets.n_samples < x.proj_dim and c > 1:
         return max(x.block + targets.block + tile, c * entries * itemsize + tile)
     return (1 if x.read else c) * x.block + c * targets.block + tile

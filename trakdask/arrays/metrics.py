@@ -95,8 +95,11 @@ def _extreme(f: Floats, group: npt.NDArray[np.intp], sign: int) -> Measured:
     _, code = np.unique(group[is_member], return_inverse=True)
     p, count = sigmoid(f[is_member]), np.bincount(code)
     by_group = np.bincount(code, p) / count
+    # Less the largest, so that nothing overflows.
     nearness = np.exp((sign * by_group - (sign * by_group).max()) / TEMPERATURE)
     gradient = np.zeros(len(f))
+    # The softmax says how much each group counts, and p (1 - p)/count how its mean depends on an
+    # output.
     gradient[is_member] = (nearness / nearness.sum() / count)[code] * p * (1 - p)
     return float(sign * (sign * by_group).max()), gradient
 
@@ -149,6 +152,7 @@ def derivative(
     rows = at * outputs.astype(np.float64)
     values, gradients = zip(*(measured(f, truth, **how) for f in rows), strict=True)
     weights = np.mean(gradients, axis=0)
+    # Where values are NaN, too, there was nothing to measure, and the score is NaN.
     if np.isnan(weights).any() and not np.isnan(values).any():
         raise ValueError(
             "expected a metric with a derivative at all outputs, got one without; try a smooth "

@@ -29,6 +29,7 @@ class Factor(NamedTuple):
 
     def solve(self, rows: Block) -> Floats:
         """Return (K + λI)⁻¹ of each row."""
+        # solve_in_place overwrites rows, and blocks belong to the scheduler.
         solved = rows.astype(np.float64, order="C", copy=True)
         solve_in_place(self.lower, solved)
         return solved
@@ -91,6 +92,7 @@ def _cholesky(gram: Block, damping: Block, label: str) -> Factor:
     system = gram[:, :, 0].astype(np.float64, order="C", copy=True)
     system.ravel()[:: len(system) + 1] += lam
     if not cholesky_in_place(system):
+        # The smallest eigenvalue is at most this, which takes no factorization.
         smallest = float(np.diagonal(gram).min())
         raise not_definite(label, lam, f"smallest diagonal of K = {smallest:.3g}")
     return Factor(system)

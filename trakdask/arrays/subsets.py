@@ -51,6 +51,8 @@ def _random_masks(
     n_drawn = n if groups is None else int(groups.max()) + 1
     drawn = np.zeros((len(numbers), n_drawn), bool)
     for mask, number in zip(drawn, numbers.tolist(), strict=True):
+        # The first of a permutation: with another size, subsets contain each other, and each
+        # depends on its own number alone.
         mask[np.random.default_rng([seed, number]).permutation(n_drawn)[:size]] = True
     return drawn if groups is None else drawn[:, groups]
 

@@ -216,14 +216,10 @@ def _merge(blocks: Blocks, axis: object = None, keepdims: bool = True, *, k: int
 def _finish(blocks: Blocks, axis: object = None, keepdims: bool = False, *, k: int) -> Block:
     """Return (target, k) keys, best first, padded if there are fewer than k."""
     keys = _merge(blocks, k=k).T
-    if keys.dtype.names:
-        keys = np.take_along_axis(keys, np.argsort(keys["key"], axis=1)[:, ::-1], axis=1)
-        padding = np.zeros((len(keys), k - keys.shape[1]), keys.dtype)
-        padding["key"] = _NOTHING
-        return np.concatenate([keys, padding], axis=1)
-    keys = np.sort(keys, axis=1)[:, ::-1]
-    missing = k - keys.shape[1]
-    return np.pad(keys, ((0, 0), (0, missing)), constant_values=_NOTHING)
+    order = np.argsort(_keys_alone(keys), axis=1)[:, ::-1]
+    padding = np.zeros((len(keys), k - keys.shape[1]), keys.dtype)
+    _keys_alone(padding)[...] = _NOTHING  # a view of the field
+    return np.concatenate([np.take_along_axis(keys, order, axis=1), padding], axis=1)
 
 
 def _with_others(n: int) -> np.dtype[Any]:

@@ -34,8 +34,10 @@ _COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+# By the kind of a dtype: T is numpy's StringDType, and O, objects of Python, is taken for text.
 _KINDS = dict.fromkeys("biuf", "number") | dict.fromkeys("TUO", "text") | {"M": "time"}
 _EXAMPLE = 'try a comparison such as: label == 3 and source != "web"'
+# A comparison may look right in pandas, SQL or C: this is only for the remedy of an error.
 _OF_OTHER_LANGUAGES = (
     (r"(?<![=!<>])={1,3}(?!=)", "=="),
     (r"&+|\bAND\b", " and "),
@@ -89,6 +91,8 @@ class Condition:
     def __post_init__(self) -> None:
         try:
             object.__setattr__(self, "tree", _parsed(self.text.strip()))
+        # No text at all; no Python; and nesting too deep for the parser, for which each version of
+        # Python has another error.
         except (AttributeError, SyntaxError, ValueError, RecursionError, MemoryError) as err:
             raise self._no_condition() from err
         numbers = (x.value for x in ast.walk(self.tree) if isinstance(x, ast.Constant))
@@ -102,6 +106,7 @@ class Condition:
     def __call__(self, tile: xr.Dataset) -> xr.DataArray:
         """Return for which samples and targets of a tile the condition is true."""
         try:
+            # What the parser could still read may be too deep for the recursion here.
             mask = _Evaluation(self.text, tile).mask(self.tree)
         except RecursionError as err:
             raise self._no_condition() from err
@@ -138,6 +143,8 @@ def selection(scores: xr.DataArray, text: str) -> xr.DataArray | Condition:
     # Samples and targets without labels have their positions.
     missing = [dim for dim in (SAMPLE, TARGET) if dim not in coords.coords]
     coords = coords.assign_coords({dim: np.arange(scores.sizes.get(dim, 1)) for dim in missing})
+    # One pair tells the dimensions of the mask, and whether names and kinds are right, before
+    # anything is computed.
     first = coords.isel({SAMPLE: slice(1), TARGET: slice(1)}, missing_dims="ignore")
     return condition(coords) if condition(first).dims == (SAMPLE,) else condition
 
@@ -156,6 +163,7 @@ class _Evaluation:
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return ~self.mask(operand)
             case ast.Compare(left=left, ops=signs, comparators=others):
+                # As in Python, a < b < c is a < b and b < c.
                 pairs = zip(signs, pairwise([left, *others]), strict=True)
                 return functools.reduce(operator.and_, (self._compared(s, *p) for s, p in pairs))
         return self._value(node)
@@ -164,10 +172,13 @@ class _Evaluation:
         match sign, right:
             case ast.NotIn(), _:
                 return ~self._compared(ast.In(), left, right)
+            # A coord on the right is no list of values: its texts are searched for the one on the
+            # left.
             case ast.In(), ast.Name():
                 return self._contains(right, left)
             case ast.In(), ast.List(elts=each) | ast.Tuple(elts=each) | ast.Set(elts=each) if each:
                 return self._is_in(left, each)
+        # What is left: `in` before anything else, an empty list among it, and `is`.
         if type(sign) not in _COMPARISONS:
             raise self._refused("one of == != < <= > >=, or in before a list such as [1, 2]", right)
         values = self._alike(left, right)
@@ -186,6 +197,8 @@ class _Evaluation:
         if is_short or any(isinstance(value, xr.Variable) for value in values):
             masks = (self._compared(ast.Eq(), left, other) for other in others)
             return functools.reduce(operator.or_, masks)
+        # Each value that occurs is looked up once, and samples by the number of their value. Values
+        # of different kinds have been refused, or made times, above.
         codes, groups = group_codes(coord.values)
         if isinstance(first, np.datetime64):
             known = np.isin(groups, np.array(values))
@@ -193,6 +206,7 @@ class _Evaluation:
             of_kind = groups.dtype.type if groups.dtype.kind == "f" else (lambda value: value)
             wanted = {of_kind(value) for value in values}
             known = np.array([value in wanted for value in groups.tolist()], bool)
+        # A missing value has the code -1, which is the last entry: it is in no list.
         return coord.copy(data=np.append(known, False)[codes])
 
     def _contains(self, name: ast.Name, text: ast.expr) -> xr.Variable:
@@ -247,6 +261,8 @@ class _Evaluation:
                 f"expected names of coords in the condition {self.text!r:.200}, got {name!r}; "
                 f"{remedy}, or quotes around text"
             )
+        # A copy of an IndexVariable, as of `sample`, with a mask as data would make an index of the
+        # mask.
         return self.tile.variables[name].to_base_variable()
 
     def _refused(self, expected: str, node: ast.expr, remedy: str = _EXAMPLE) -> ValueError:
@@ -260,6 +276,7 @@ class _Evaluation:
 
 def _merged(sign: ast.boolop, values: list[ast.expr]) -> list[ast.expr]:
     """Return terms in which comparisons of one name with many constants are one with a list."""
+    # Of "label == 1 or label == 2 or ..." each comparison would make a mask as large as the tile.
     each, together = _MERGED[type(sign)]
     lists: dict[str, list[ast.expr]] = {}
     others: list[ast.expr] = []
@@ -314,6 +331,8 @@ def mask_of(scores: xr.DataArray, where: Any) -> np.ndarray | TileMask | None:
     if callable(where) and not isinstance(where, (xr.DataArray, np.ndarray)):
         dims: dict[Hashable, str] = {}
         columns: list[tuple[np.ndarray | da.Array, str]] = []
+        # Each task gets the parts of these columns that belong to its tile: of a text, only coords
+        # that it names, since nobody knows which ones a function reads.
         for dim, axis in ((SAMPLE, "s"), (TARGET, "t")):
             for name, values in columns_along(scores, dim).items():
                 if not isinstance(where, Condition) or name in where.names:
@@ -323,6 +342,7 @@ def mask_of(scores: xr.DataArray, where: Any) -> np.ndarray | TileMask | None:
     if not isinstance(where, xr.DataArray):  # which makes NaN of what a masked array hides
         n_dims = np.ndim(where)  # and keeps the index of what pandas made
         where = xr.DataArray(where, dims=(SAMPLE, TARGET, *range(2, n_dims))[:n_dims])
+    # Nullable booleans of pandas have this kind, too, and may be missing.
     is_bool = where.dtype.kind == "b" and (where.dtype == bool or not where.isnull().any())
     if not is_bool or not where.dims or not set(where.dims) <= {SAMPLE, TARGET}:
         raise ValueError(
@@ -358,6 +378,7 @@ def _mask_of_coords(
             f"expected the function where= to return a boolean DataArray over the tile's "
             f"{dict(tile.sizes)}, got {actual}; try lambda tile: tile.label == tile.target_label"
         )
+    # A mask along one dimension, or none, counts for all of the other.
     whole = mask.variable.set_dims(tile.sizes).transpose(SAMPLE, TARGET)
     return np.asarray(whole.values)
 

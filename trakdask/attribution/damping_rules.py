@@ -247,6 +247,7 @@ def choose(
         return _unasked(plain(damping.variable.chunk({CHECKPOINT: 1}).data), "given")
     if isinstance(damping, Absolute):
         lam = da.full(len(sums.labels), float(damping.value), chunks=1)
+        # The rule in attrs of scores is the number; what a store keeps of the choice is "absolute".
         return _unasked(lam, "absolute")._replace(rule=f"{damping.value}")
     if isinstance(damping, float):
         lam = damping * arrays.gram.traces(sums.gram, sums.labels)[1]
@@ -324,6 +325,8 @@ def by_folds(
     alone = estimator.with_damping(estimator.rule_without_folds(features))
     before = choose(features, sums, alone, calibrate, quiet)
     require_folds(features)
+    # ρ is one number for all checkpoints, unless the rule without folds is a number of
+    # tr(K²)/tr(K): then the grid is searched around the mean.
     start = (before.value / sums.unit).mean()
     # 2. What the scores of the other checkpoints add up to, for each. The norms of some estimators
     # need λ, so that these are left to the weights of Trak.
@@ -354,6 +357,8 @@ def chosen_before(features: xr.Dataset, estimator: GramEstimator) -> Choice | No
     if stored(features, GRAM, about) is None or not is_of_gram(features, DAMPING):
         return None
     attrs = features[DAMPING].attrs
+    # The stored λ is the one of "auto", so that it serves any estimator that "auto" resolves to
+    # here: not one with a rule or a number of its own, and not for some of the checkpoints.
     is_auto = estimator.damping == estimator.with_damping("auto").resolved(features).damping
     if not is_auto or set(pooled_checkpoints(attrs)) != set(checkpoint_names(features)):
         return None

@@ -105,6 +105,7 @@ def find_duplicates(
     graph = coo_array((np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(n, n))
     _, label = connected_components(graph, directed=False)
     sample = np.flatnonzero(np.bincount(label)[label] > 1)
+    # Labels of components count the single samples, too: groups are numbered anew.
     group = pd.factorize(label[sample])[0]
     table = pd.DataFrame({"group": group.astype(np.int64), "sample": sample})
     return table.sort_values(["group", "sample"], ignore_index=True)

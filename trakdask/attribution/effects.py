@@ -89,6 +89,8 @@ def group_effects(
     members = with_rest(members, n)
     sums = operands.sums(operands.features, members, n + 1)
     solved = operands.vectors(targets)
+    # (group + rest, target): the last row are samples of no group, which no one asks for, but whose
+    # scores belong to the total.
     data = arrays.score.score(sums, solved, None)
     known = ~da.isnan(data).all(0)  # a group may have failed, or a target
     total, data = where(known, da.nansum(data, 0), np.nan), data[:n]
@@ -108,6 +110,7 @@ def group_effects(
     scale = arrays.effects.scale(output, total, left and left[-1], margins=margins)
     value = data * scale
     if measure is not None:
+        # A metric is no sum: outputs less the effects of a group are measured again.
         value = measure.raised_by(data, total, output.T, scale)[:, None]
     found = {"effect": value}
     parts = _parts(operands.features, members, n) if effect else np.empty(0)
@@ -141,6 +144,7 @@ def _parts(
     if isinstance(members, sparse.csr_array):
         rows, groups = members.tocoo().coords
         pairs, part = (classes[rows], groups), members.data
+    # (class, group), with a row of samples without a class, and a column of those without a group.
     shared = sparse.coo_array((part, pairs), shape).tocsr()
     parts: npt.NDArray[np.float64] = shared.sum(axis=0)[:-1] / n
     if large := int((parts > _LARGEST_PART).sum()):
@@ -150,6 +154,8 @@ def _parts(
             stacklevel=4,
         )
     # 2. Classes that a group has all samples of: models without it would not know them.
+    # A class is gone if one group has all of it; parts of samples add up to all only up to
+    # rounding.
     known = shared[:-1, :-1].tocoo()
     gone = known.coords[0][known.data >= shared.sum(axis=1)[known.coords[0]] - 1e-6]
     if len(gone):

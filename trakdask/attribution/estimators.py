@@ -106,6 +106,7 @@ class Soft(GramEstimator):
         require_flags(wrong_classes=self.wrong_classes)
         power: Any = self.power
         if is_positive(power) and power <= 1:
+            # A float, so that 1 and 1.0 have the same token, by which estimators are compared.
             object.__setattr__(self, "power", float(power))
         elif not isinstance(power, da.Array) and not (isinstance(power, str) and power == "auto"):
             raise ValueError(
@@ -127,6 +128,8 @@ class Soft(GramEstimator):
 
     def resolved(self, features: xr.Dataset) -> GramEstimator:
         """Return the estimator with a rule for λ; for a squared error it is :class:`Trak`."""
+        # K can only have what the features have, and its formula, by which it is found again, says
+        # which.
         here = replace(self, wrong_classes=self.wrong_classes and WRONG_CLASSES in features)
         resolved = super(Soft, here).resolved(features)
         if not has_squared_error(features):
@@ -154,6 +157,7 @@ class Soft(GramEstimator):
         variances = attrs.get(LOGIT_VARIANCE, ())
         by_name = dict(zip(pooled_checkpoints(attrs), variances, strict=False))
         names = checkpoint_names(features)
+        # More rows than the store has are no selection from it: they have a power of their own.
         if set(names) <= set(by_name) and features.sizes[SAMPLE] <= attrs[N_SAMPLES]:
             variance = np.array([by_name[name] for name in names])
             return replace(self, power=arrays.weights.power_of(variance))
@@ -178,6 +182,7 @@ class Soft(GramEstimator):
 
     def rank(self, n_samples: int, features: xr.Dataset) -> int:
         """Return a bound of the rank."""
+        # The wrong classes add a matrix of full rank, however few the samples.
         return int(features.sizes[PROJ_DIM]) if self.wrong_classes else n_samples
 
     def g(self, features: xr.Dataset) -> da.Array:
@@ -240,6 +245,7 @@ class RelatIF(GramEstimator):
     def weight(self, samples: xr.Dataset, inverse: da.Array | None) -> da.Array:
         """Return the sign of Q by the root of the leverage."""
         assert inverse is not None, "there is a gram matrix"
+        # g(z) / √(g(z)² l), where l is the leverage: of g only its sign is left.
         leverage = arrays.solve.leverage(inverse, samples.feature.data)
         return _over_root(_sign(_mean(self.g(samples))), _mean(leverage))
 
@@ -283,17 +289,20 @@ class GradCos(Estimator):
 
     def weight(self, samples: xr.Dataset, inverse: da.Array | None) -> da.Array:
         """Return the sign of Q by the norm."""
+        # The cosine is of each checkpoint, so its norm is not pooled; the sign is of the mean.
         norm = arrays.weights.squared_norm(samples.feature.data)
         return _of_all_checkpoints(_over_root(_sign(_mean(self.g(samples))), norm))
 
     def fold_weights(self, samples: xr.Dataset, inverse: da.Array | None) -> da.Array:
         """Return -1 where the mean of Q has another sign without a checkpoint."""
         q = self.g(samples)
+        # The products have the sign of all checkpoints already.
         return _sign(arrays.folds.means_of_others(q)) * _sign(_mean(q))
 
     def vectors(self, solved: da.Array, targets: xr.Dataset) -> da.Array:
         """Return vectors of length 1."""
         norm = arrays.weights.squared_norm(targets.feature.data)
+        # Norms are float64, and float64 vectors would make all products with them float64.
         return solved * _over_root(1, norm).astype(solved.dtype)[:, None, :]
 
 
@@ -336,6 +345,7 @@ class TracIn(Estimator):
                 )
             rates = dict(zip(names, rates, strict=True))
         if isinstance(rates, Mapping):
+            # As objects: among numbers, numpy would make 1.0 of True, which is to be refused.
             values = np.array(list(rates.values()), dtype=object)
             rates = xr.DataArray(values, coords={CHECKPOINT: list(map(str, rates))})
         rates = of_checkpoints(features, rates, "learning_rates")
@@ -371,7 +381,9 @@ def resolve(features: xr.Dataset, estimator: EstimatorLike) -> Estimator:
     ValueError
         If it is none, or does not fit the task or the checkpoints of the features.
     """
+    # Classes of users are in KINDS by their names, too.
     names = ["auto", *(name for name in KINDS if name != TracIn.name)]  # which has no short form
+    # "tracin" lacks its learning rates: the other error shows how to give them.
     if isinstance(estimator, str) and estimator != TracIn.name:
         require_choice("estimator", estimator, names, remedy="try estimator='auto'")
         estimator = kind_of(features, estimator)()
@@ -405,6 +417,7 @@ def choosing(features: xr.Dataset) -> GramEstimator:
     """Return the estimator under whose weights outputs choose λ for any other."""
     if has_squared_error(features):
         return Trak()
+    # ½ is the power that Soft() has in sums, so that its K and r serve.
     return Soft(power=0.5, wrong_classes=WRONG_CLASSES in features)
 
 

@@ -67,5 +67,6 @@ def fold_weights(features: xr.Dataset, estimator: Estimator, inverse: da.Array |
     if estimator.pooled:
         return without
     is_left_out = np.eye(features.sizes[CHECKPOINT], dtype=bool)
+    # The product of checkpoint j has no place in a score without j, whose weights are not pooled.
     apart = where(is_left_out, 0, estimator.weight(features, inverse)[:, None, :])
     return without[:, :, None] * apart

@@ -173,8 +173,10 @@ def sums_of(
         or if rows were selected and another matrix of all samples is needed than the one at hand.
     """
     estimator, n, labels = estimator.of_sums(), features.sizes[SAMPLE], checkpoint_names(features)
+    # What the features hold says which samples all of them are: rows may have been selected.
     held = features[GRAM].attrs if GRAM in features else {}
     total = int(held.get(N_SAMPLES, n))
+    # Weights of the caller are in scores by any estimator, but not in a K that only chooses λ.
     is_given = any_weights and held.get("gram_weights") == GIVEN
     weights = GIVEN if is_given else estimator.gram_weights
     # 1. What the features hold. r pools the checkpoints, so that all of them have to be there.
@@ -186,6 +188,7 @@ def sums_of(
             f"expected {GRAM!r} with the {features.sizes[PROJ_DIM]} columns of the features, as "
             "td.gram(features, weights=...) returns it, got another shape; try making it anew"
         )
+    # K of other weights does not choose λ: the caller of this reduces another K then, and its r.
     if chooses is not None and chooses.gram_weights == weights:
         if is_stored:
             about = {"loss_weights": estimator.loss_weights, "pooled_checkpoints": labels}
@@ -202,8 +205,10 @@ def sums_of(
     added = dict(zip(missing, sums(features, estimator, missing), strict=True))
     matrix, gradient = added.get(GRAM, matrix), added.get(LOSS_GRADIENT, gradient)
     assert matrix is not None, "it is stored, or a sum"
-    # 3. Eigenvectors, where a choice of λ needs those of many λ.
+    # K from the store is a sum over all samples, whichever rows were selected; a new one is of
+    # these rows.
     n = total if is_stored else n
+    # 3. Eigenvectors, where a choice of λ needs those of many λ.
     if is_stored and is_of_gram(features, EIGENVECTORS) and EIGENVALUES in features:
         validate(features, [EIGENVALUES, EIGENVECTORS], what="features")
         factors = features[EIGENVALUES].data, features[EIGENVECTORS].data
@@ -229,6 +234,7 @@ def sums(
     x, g = some["feature"].data, None
     if LOSS_GRADIENT in names:
         g = estimator.g(features)
+        # Pooled before the checkpoint is selected: afterwards the mean would be of one.
         g = g if checkpoint is None else arrays.weights.pooled(g)[:, None]
     if GRAM not in names:
         return [] if g is None else [arrays.gram.loss_gradient(x, g)]
@@ -273,6 +279,7 @@ def with_decomposition(features: xr.Dataset, estimator: GramEstimator) -> xr.Dat
     if sums.is_stored and is_of_gram(features, EIGENVECTORS):
         return features
     assert sums.factors is not None, "they were asked for"
+    # What features hold of another gram matrix would be taken for a part of this one.
     features = features.drop_vars(DERIVED, errors="ignore")
     about = {"gram_weights": sums.weights, N_SAMPLES: sums.n_samples}
     attrs = estimator.attrs(features) | about
@@ -297,6 +304,8 @@ def stored(features: xr.Dataset, name: str, about: Mapping[str, Any]) -> da.Arra
             "concat add to all variables, got "
             f"{matrix.dims}; try features.isel(sample=...) to select rows, or {_REMEDY}"
         )
+    # isel(proj_dim=...) selects or reorders the rows of K, and leaves its columns as they are;
+    # proj_column then has the numbers of the rows.
     is_whole = features.get(COLUMN, features[PROJ_DIM]).values.tolist() == [*range(p)]
     if not (_says(matrix, about) and is_whole) or set(matrix.shape[:-1]) != {p}:
         return None

@@ -25,6 +25,8 @@ from trakdask.variables import (
     validate,
 )
 
+# pandas makes an object of each text that it factorizes. So it gets a million at a time, and the
+# texts that differ together.
 _ROWS_AT_ONCE = 2**20
 
 
@@ -150,6 +152,7 @@ def _grouped(targets: xr.Dataset, by: str, how: str) -> tuple[str, np.ndarray, s
         )
     member = np.flatnonzero(codes >= 0)
     count = np.bincount(codes[member], minlength=len(names))
+    # (combination, target), a number for each target that has a value.
     entries = 1 / count[codes[member]] if how == "mean" else np.ones(len(member))
     shape = (len(names), len(codes))
     return by, names, sparse.csr_array((entries, (codes[member], member)), shape)
@@ -224,10 +227,14 @@ def group_codes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     >>> codes.tolist(), groups.tolist()
     ([1, -1, 0, 1], [1.0, 3.0])
     """
+    # 1. The codes of each part, by its own names: (codes, names).
     starts = range(0, max(len(values), 1), _ROWS_AT_ONCE)
     parts = [pd.factorize(values[start : start + _ROWS_AT_ONCE]) for start in starts]
+    # 2. The names of all parts, and the number of each in the sorted names. One bit more than they
+    # need is for -1.
     numbers, groups = pd.factorize(np.concatenate([names for _, names in parts]), sort=True)
     numbers = numbers.astype(np.min_scalar_type(-max(len(groups), 1)))
+    # 3. The codes of each part, by all names.
     ends = np.cumsum([len(names) for _, names in parts])
     codes = [
         np.append(of_part, of_part.dtype.type(-1))[part]  # the last stands for missing values, -1

@@ -95,8 +95,11 @@ def labels_of_groups(
             )
         by = by.transpose(SAMPLE, ...)
         name = str(by.dims[1])
+        # Without the names of the groups, since samples have no labels along this dimension to
+        # align them with.
         parts = aligned(by.drop_vars(name, errors="ignore"), samples, what="by")
         require_new([name], [TARGET, *coords])
+        # Without names, groups are numbered.
         coords[name] = by[name].variable
         return ((name, *dims), coords), sparse.csr_array(parts.values), [by.sizes[name]]
     # 2. Groups by the values of one or several coords.
@@ -114,6 +117,8 @@ def labels_of_groups(
                 "assign_coords(group=('sample', values)), and by='group'"
             )
         kind = np.min_scalar_type(-math.prod(sizes) - 1)  # a byte or two for each of 10⁸ samples
+        # The number of a combination has the numbers of its values as digits, those of the last
+        # coord lowest. A sample that lacks one of the values is in no group.
         product = codes.astype(kind) * kind.type(len(groups)) + numbers.astype(kind)
         codes = np.where((codes < 0) | (numbers < 0), kind.type(-1), product)
     return ((*names, *dims), coords), codes, sizes
@@ -148,6 +153,7 @@ def with_rest(
 ) -> np.ndarray | sparse.csr_array:
     """Return members with one group more, of what no group has, so that groups are all samples."""
     if isinstance(members, sparse.csr_array):
+        # What the parts of a sample lack to 1. It is negative where they are more than the sample.
         return sparse.hstack([members, 1 - members.sum(axis=1)[:, None]], format="csr")
     return np.where(members < 0, n_groups, members)
 
@@ -176,6 +182,7 @@ def score_attrs(
 ) -> dict[str, Any]:
     """Return the attrs of scores: how features were made, and how scores were made from them."""
     attrs = training.attrs
+    # The names and shapes of all parameters can be long, and scores are as they are without them.
     kept = {name: attrs[name] for name in FEATURE_SPEC if name in attrs and name != "parameters"}
     return as_text(kept) | {
         **VARIABLES["score"].attrs,

@@ -157,6 +157,7 @@ class Measure:
         rows = max(_AT_ONCE // max(outputs.size, 1), 1)
         sums = sums.rechunk((rows, -1)).astype(np.float64)
         outputs = outputs.rechunk(-1) + 0 * total.rechunk(-1)  # a target without scores is left out
+        # (group, checkpoint, target), which is why few groups are in a chunk.
         without = outputs[None] - scale * sums[:, None]
         return self.values(outputs).mean() - self.values(without).mean(-1)
 
@@ -167,6 +168,8 @@ class Measure:
         """
         outputs, predicted = (x.rechunk(-1).astype(np.float64) for x in (outputs, predicted))
         mean = outputs.mean(axis=1, keepdims=True)
+        # The outputs that predictions make of the mean of each target, as
+        # :func:`trakdask.arrays.effects.errors` has them for single outputs.
         fitted = mean + slope * (predicted - predicted.mean(axis=1, keepdims=True))
         rest = self.values(outputs.T) - self.values(fitted.T)
         return rest.std(ddof=1, keepdims=True)
@@ -180,6 +183,7 @@ def measure_of(metric: MetricLike, targets: xr.Dataset) -> Measure:
     along, loss = coords_along(targets, SAMPLE), targets.attrs.get("loss_kind")
     at = 1.0 if loss in ("squared error", "minus output") else _HELD_OUT
     if callable(metric):
+        # A partial function, or an object that can be called, has no name.
         name = getattr(metric, "__name__", type(metric).__name__)
         formula = functools.partial(_of_function, metric, list(map(str, along)))
         return Measure(name, formula, tuple(c.values for c in along.values()), None, at)
@@ -192,6 +196,7 @@ def measure_of(metric: MetricLike, targets: xr.Dataset) -> Measure:
     if loss in ("squared error", "weighted cross-entropy"):
         validate(targets, ["out_to_loss"], what="targets")
         lazy = lazy_features(targets)
+        # -dloss/df of (f - y)²/2 is y - f, so this is y at every checkpoint.
         known = (lazy.output + lazy.out_to_loss).mean(CHECKPOINT)
         if loss != "squared error":
             # Q is the weight times 1 - p. Sums are exact also where p is 1 at some checkpoint.
@@ -235,6 +240,7 @@ def _column(metric: str, along: dict[Hashable, xr.Variable]) -> tuple[np.ndarray
             f"{list(map(str, along))}; try targets.assign_coords({name}=('sample', values))"
         )
     values = along[name].values
+    # Groups need numbers only. Missing ones get -1, which is no group.
     if name == "group":
         return (pd.factorize(values)[0],)
     if set(np.unique(values).tolist()) != {0, 1}:
@@ -254,6 +260,7 @@ def _of_function(
     coords = {name: (SAMPLE, column) for name, column in zip(names, columns, strict=True)}
     outputs = torch.tensor(f, requires_grad=True)
     value = metric(outputs, xr.Dataset(coords=coords))
+    # A metric without a derivative still has a value; weights of targets by it are refused later.
     if not getattr(value, "requires_grad", False):
         return float(value), np.full(len(f), np.nan)
     (gradient,) = torch.autograd.grad(value, outputs)

@@ -72,6 +72,7 @@ class Solver:
             feature = arrays.groups.combine_rows(feature, ones)
         vectors = self.estimator.vectors(arrays.solve.solve(self.inverse, feature), targets)
         if summed and not is_linear:
+            # Each target was divided by its own norm, so they are added up afterwards.
             vectors = vectors.sum(0, keepdims=True, dtype=np.float64).astype(vectors.dtype)
         return vectors
 
@@ -87,6 +88,7 @@ class Solver:
         weight = self.estimator.weight(of, self.inverse)
         require_sums(feature, n_groups)
         if pooled:
+            # (sample,): the same weight in the sums of all checkpoints.
             weight = arrays.weights.pooled(align_weights(weight, feature))
         return arrays.groups.weighted_sums(
             feature, weight, members, n_groups,
@@ -96,6 +98,8 @@ class Solver:
 
 def solver(features: xr.Dataset, estimator: Estimator) -> Solver:
     """Return the solver of a resolved estimator; features are all training samples', chunked."""
+    # K has its own power: regularize gets the estimator as it was resolved, products the one with
+    # the weights of scores.
     of_scores = estimator.of_scores(features)
     attrs = {"estimator": estimator.name, "formula": of_scores.formula}
     if not isinstance(estimator, GramEstimator):
@@ -104,6 +108,7 @@ def solver(features: xr.Dataset, estimator: Estimator) -> Solver:
         return Solver(features, of_scores, None, attrs)
     sums, choice = regularize(features, estimator)
     attrs |= {"damping": choice.rule, "gram_weights": sums.weights}
+    # A K that was just made of these features cannot be of others.
     if sums.is_stored and NORM in features:
         x, norm, q = (features[name].data for name in ("feature", NORM, "out_to_loss"))
         checked = features["out_to_loss"].copy(data=arrays.score.checked(x, norm, q))
@@ -141,6 +146,7 @@ def require_tiles(
 ) -> None:
     """Refuse tiles of scores that no worker has the memory for."""
     sizes, targets = Sizes.of(feature), Sizes.of(vectors)
+    # Tiles of one checkpoint each.
     if not average:
         sizes, targets = (replace(of, n_checkpoints=1) for of in (sizes, targets))
     require_memory(

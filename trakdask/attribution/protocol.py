@@ -94,6 +94,7 @@ class Estimator(HtmlTable):
     _formula: ClassVar[str]
 
     def __init_subclass__(cls) -> None:
+        # A class that only inherits its name would take the place of the other.
         if "name" in vars(cls):
             KINDS[cls.name] = cls
 
@@ -167,6 +168,8 @@ class GramEstimator(Estimator):
 
     def __post_init__(self) -> None:
         damping = self.damping
+        # Of what td.damping returns, λ alone: how it was chosen would make another estimator of the
+        # same.
         if isinstance(damping, xr.Dataset) and DAMPING in damping:
             object.__setattr__(self, "damping", damping[DAMPING])
         elif is_positive(damping):
@@ -191,6 +194,8 @@ class GramEstimator(Estimator):
         """Return the estimator with a rule in place of "auto", or with λ of these checkpoints."""
         damping = self.damping
         if self.rule == "auto":
+            # Left-out checkpoints need outputs to be predicted, and samples that they were not
+            # trained on.
             knows = {TRAINED_ON, OUTPUT} <= {*features}
             has_folds = knows and features.sizes[CHECKPOINT] >= LEAST_FOLDS
             damping = "cross_validation" if has_folds else self.rule_without_folds(features)
@@ -205,6 +210,8 @@ class GramEstimator(Estimator):
         default: Damping = features.attrs.get(
             "default_damping", damping_prior(features) * _OF_TRACES
         )
+        # Other estimators have what was measured to be best for TRAK on each kind of task, which is
+        # outputs where the task's default is Soft.
         is_soft = SOFT in (self.name, features.attrs.get("default_estimator"))
         return "completeness" if is_soft else default
 
@@ -230,6 +237,7 @@ class GramEstimator(Estimator):
         is_named = KINDS.get(self.name) is type(self)  # and not a class that is derived from it
         name = self.name if is_named else type(self).__name__
         return {
+            # Sums serve any λ.
             "estimator": {**options, "name": name, "damping": "auto"},
             "gram_weights": self.gram_weights,
             "loss_weights": self.loss_weights,
@@ -261,6 +269,7 @@ def of_checkpoints(features: xr.Dataset, values: Any, what: str) -> xr.DataArray
             f"{shown(values)}; try {what}=xr.DataArray(..., coords={{'checkpoint': {names}}})"
         )
     values = aligned(values, features, what=what)
+    # Lazy numbers are not computed for this.
     if values.chunks is None and not all(map(is_positive, values.values)):
         raise ValueError(
             f"expected finite {what} >= 0, got {values.to_series().to_dict()}; try numbers"
@@ -270,5 +279,6 @@ def of_checkpoints(features: xr.Dataset, values: Any, what: str) -> xr.DataArray
 
 def is_positive(value: Any) -> bool:
     """Return whether a value is a finite number of at least 0."""
+    # True is an int, and an option that means something else.
     is_number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
     return bool(is_number and 0 <= value < np.inf)

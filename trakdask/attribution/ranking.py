@@ -41,6 +41,7 @@ class Ranking(xr.Dataset):
 
     def load(self, **options: Any) -> Self:
         """Compute scores and positions together, and then look up the coords."""
+        # Not of coords that were replaced, or selected from, since.
         columns = {
             name: column
             for name, (lazy, column) in getattr(self, "_columns", {}).items()
@@ -166,6 +167,7 @@ def top_k(
     [5, 4, 4]
     """
     require_flags(largest=largest)
+    # 1. What is ranked, and the other variables with as many numbers, which come along.
     others: dict[Hashable, xr.DataArray] = {}
     if isinstance(scores, xr.DataArray) and rank_by != "score":
         raise ValueError(
@@ -195,11 +197,13 @@ def top_k(
             "td.score returns, scores.transpose('sample', 'target'), scores.isel(target=[0]) with "
             "a list, scores.mean('checkpoint'), or scores.sum('token')"
         )
+    # 2. No name of a coord is one of those in the result.
     require_new(coords_along(scores, SAMPLE), [TARGET])
     taken = ("position", RANK) if over_targets is None else ("selected",)
     require_new(coords_along(scores, SAMPLE, TARGET), [*taken, "score", rank_by, *others])
     if not isinstance(scores.data, da.Array):
         scores = scores.copy(data=plain(scores.variable.chunk().data))
+    # 3. Which samples count, and how many are kept of them.
     mask = mask_of(scores, where)
     if over_targets is not None:
         return _top_over_targets(scores, mask, k, fraction, over_targets, by, largest=largest)
@@ -218,6 +222,8 @@ def top_k(
         f"ranking {k} of a block of {rows} samples for {n_targets} targets",
         "try fewer, or scores.chunk(target=...)",
     )
+    # 4. The ranking, in which other variables have the axis of targets and the blocks of the
+    # scores.
     tiles = [da.asarray(array.data).reshape(scores.shape) for array in others.values()]
     of_others = [tile.rechunk(scores.chunks) for tile in tiles]
     value, position, *rest = ranked = arrays.topk.top_k(
@@ -231,6 +237,7 @@ def top_k(
     shown = da.map_blocks(np.copy, position)
     attrs = {**scores.attrs, "order": "descending" if largest else "ascending"}
     attrs[N_SAMPLES] = scores.sizes[SAMPLE]
+    # 5. Coords: of samples by their positions, which are not known yet; of targets as they are.
     coords: dict[Hashable, Any] = {}
     columns: dict[Hashable, Any] = {}
     for name, values in columns_along(scores, SAMPLE).items():
@@ -277,6 +284,7 @@ def _top_over_targets(
     wide = scores.variable.astype(np.float64)  # so that the order of a sum does not matter
     best = (wide.max if over_targets == "max" else wide.mean)(TARGET, skipna=False).data
     best = best.astype(np.float32)
+    # Without groups all are in one. What must not be taken is in none, -1.
     codes = np.zeros(scores.sizes[SAMPLE], np.int64)
     if by is not None:
         require_group_coord(by, coords_along(scores, SAMPLE))
@@ -346,6 +354,7 @@ def _gather(position: np.ndarray, column: np.ndarray | Read) -> np.ndarray:
         gathered = column((to_read,))[inverse].reshape(rows.shape)
     if missing.any():
         kind = gathered.dtype.kind
+        # Unsigned integers have no -1. Text, which is not in the table, has "".
         none = np.iinfo(gathered.dtype).max if kind == "u" else _MISSING.get(kind, "")
         gathered[missing] = none
     return gathered

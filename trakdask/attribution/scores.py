@@ -186,10 +186,14 @@ def score(
     if level is not None or q is not None:
         return bounded(features, targets, estimator, level=level, q=q, average=average)
     training, explained = operands_of(features, targets)
+    # 1. Labels first: names that clash are an error before λ is looked for, which may warn.
     labels = labels_of_scores(training, explained)
     operands = solver(training, resolve(training, estimator))
+    # 2. The operands of the product: features of samples, which the solver may check for changes,
+    # and their weights; and solved features of targets.
     feature, weight = operands.features.feature.data, operands.weight(operands.features)
     vectors, pooled = operands.vectors(explained), operands.estimator.pooled
+    # 3. Tiles of their product, one for each block of samples and of targets.
     require_tiles(feature, vectors, average=average)
     data = arrays.score.score(feature, vectors, weight, average=average, pooled=pooled)
     attrs = score_attrs(training, targets, operands.attrs)
@@ -372,9 +376,11 @@ def group_score(
     """
     require_flags(effect=effect, share=share)
     _require_options(effect, share, metric is not None, level, q)
+    # 1. Intervals of sums, which need no unit. Those of effects are of another kind, by residuals.
     if not effect and (level is not None or q is not None):
         return bounded(features, targets, estimator, by, level=level, q=q)
     training, explained = operands_of(features, targets)
+    # 2. What effects and metrics need to know of the targets, and of all training samples.
     if share and explained.attrs.get("loss_kind") == "squared error":
         raise ValueError(
             "expected outputs that say how right they are for share=True, got a regression, whose "
@@ -383,6 +389,7 @@ def group_score(
     if effect or metric is not None:
         validate(explained, ["output"], what="targets")
         (require_folds if effect else require_all_samples)(training)
+    # 3. Sums of scores alone, or in the unit of the output or of the metric.
     measure = None if metric is None else measure_of(metric, explained)
     operands = solver(training, resolve(training, estimator))
     attrs = score_attrs(training, targets, operands.attrs)
@@ -412,6 +419,7 @@ def _require_options(
             "expected share= without effect=, metric=, level= and q=, since shares have "
             "neither units nor known errors, got them; try metric='loss', effect=True, level=0.9"
         )
+    # The bounds of effects have no p-values. Those of a metric are known in its unit alone.
     if (effect and q is not None) or (is_metric and not effect and (q, level) != (None, None)):
         raise ValueError(
             "expected q= for scores alone, and level= of a metric with effect=True, got "
@@ -432,6 +440,7 @@ def _sums(
     sums = operands.sums(operands.features, members, n + share)
     data = arrays.score.score(sums, operands.vectors(targets, summed=share), None)
     if share:
+        # (group + rest, 1): the scores of all samples are the sum over all rows.
         data = (data[:n] / da.nansum(data, 0))[:, 0]  # a group may have failed
         labels = labels_without_targets(labels, len(n_groups))
         attrs["description"] = "share of the sum of all scores"
@@ -503,6 +512,7 @@ def self_influence(
     if level is not None or q is not None:
         return bounded(features, None, estimator, level=level, q=q, average=average)
     features, operands, forms = self_influence_forms(features, estimator)
+    # Of the solver's features, whose Q raises the error if features were changed.
     g = operands.estimator.g(operands.features)
     data = arrays.weights.self_influence(forms, g, average=average)
     variable = VARIABLES["self_influence"]

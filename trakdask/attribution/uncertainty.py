@@ -80,6 +80,7 @@ def bounded(
         _, counted, _ = estimated(features, targets, estimator, by, name="counted-score")
         columns = counted[:, None] if targets is None else counted.reshape(-1, counted.shape[-1])
         *_, ratio = arrays.jackknife.interval(columns, 0)
+        # Ratios are compared without their sign, so each tail has half of a level.
         edges = -stdtrit(n - 1, arrays.jackknife.LEVELS / 2)
         least = arrays.jackknife.least_significant(ratio, edges, q)
         parts = tuple(da.where(abs(parts[-1]) >= least, part, np.nan) for part in parts)

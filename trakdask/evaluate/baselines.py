@@ -110,8 +110,11 @@ def baselines(
     >>> simple.bm25.values.round(2).tolist()
     [[0.47, -0.47], [-0.0, 0.94], [0.47, -0.47]]
     """
+    # 1. Scores without texts and embeddings. (sample, target) of 0 with the labels and blocks of
+    # scores makes scores of numbers of each sample.
     cosine, both = score(features, targets, estimator="grad_cos"), (features, targets)
     zero, (rows, columns) = xr.zeros_like(cosine).drop_attrs(), cosine.data.chunks
+    # Numbers depend on the chunks in which they are drawn: always the same ones.
     normal = da.random.default_rng(seed).standard_normal(cosine.shape, chunks=4096)
     simple = {
         "random": zero.copy(data=normal.rechunk(cosine.chunks)),
@@ -119,6 +122,7 @@ def baselines(
         "gradient_norm": zero - self_influence(features, estimator="grad_dot").variable ** 0.5,
         "gradient_cosine": cosine,
     }
+    # 2. Whether labels are the same, by which the next ones get their sign.
     sign: Any = 1
     if {label, f"{TARGET_PREFIX}{label}"} <= set(cosine.coords):
         of_sample = cosine[label].variable.chunk({SAMPLE: rows})
@@ -127,6 +131,7 @@ def baselines(
         is_same = (of_sample == of_target).where(is_known).transpose(SAMPLE, TARGET)
         simple[f"same_{label}"] = same = 2 * zero.copy(data=plain(is_same.data)) - 1
         sign = same.fillna(1)
+    # 3. What the caller has of each sample and target, in their order.
     if isinstance(texts, str):
         for side, ds in {"features": features, "targets": targets}.items():
             if texts not in ds.coords:
@@ -148,11 +153,14 @@ def baselines(
                 f"expected {name} of {zero.shape} samples and targets, got {lengths}; try "
                 f"{name} of the samples that were featurized"
             )
+    # 4. Similarities.
     if "embeddings" in pairs:
         of_samples, of_targets = pairs["embeddings"]
         cosines = _unit(of_samples, rows) @ _unit(of_targets, columns).T
         simple["embedding"] = sign * zero.copy(data=cosines)
     if "texts" in pairs:
+        # One task counts the words of all texts, since rarity depends on all; blocks multiply their
+        # rows.
         words = dask.delayed(_bm25)(*pairs["texts"])
         data = blockwise(
             _bm25_block, "st", da.arange(len(zero), chunks=(rows,)), "s", name="bm25",
@@ -178,12 +186,17 @@ def _bm25(texts: Any, target_texts: Any) -> tuple[sparse.csr_array, sparse.csr_a
     words = both.explode().dropna()
     columns, vocabulary = words.factorize()
     shape = len(both), len(vocabulary)
+    # A word that occurs twice in a text is two entries here, which become one.
     counts = sparse.csr_array((np.ones(len(words)), (words.index, columns)), shape)
     counts, of_targets = counts[: len(texts)], counts[len(texts) :]
+    # Texts of samples alone say how rare a word is: scores of a target would else depend on other
+    # targets.
     n_with = np.bincount(counts.indices, minlength=len(vocabulary))
     rarity = np.log1p((len(texts) - n_with + 0.5) / (n_with + 0.5))
     n_words = counts.sum(axis=1)
     length = np.repeat(n_words / (n_words.mean() or 1), np.diff(counts.indptr))
+    # Of a word with the number c in a text: rarity c (k₁ + 1)/(c + k₁ (1 - b + b length)), where
+    # length is relative to the mean.
     saturation = k_1 * (1 - b + b * length)
     counts.data *= rarity[counts.indices] * (k_1 + 1) / (counts.data + saturation)
     return counts, of_targets

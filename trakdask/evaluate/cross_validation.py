@@ -116,6 +116,7 @@ def cross_validate(
         predicted = left_out(operands, operands.vectors(to))
         output = explained.output.transpose(SAMPLE, CHECKPOINT).data
         lazy.append((predicted, output, differ(lazy_features(training))))
+    # In one call, which computes once what the estimators share.
     grades = [_graded(*each) for each in dask.compute(*lazy)]
     data = {name: np.stack([grade[name] for grade in grades], axis=-1) for name in _DIMS}
     require_known(data["lds"].T)
@@ -133,6 +134,8 @@ def cross_validate(
     if [*settings] == [""]:
         result = result.squeeze(_NEW, drop=True)
     else:
+        # Both grades without the same checkpoint: what the checkpoints have in common is no error
+        # of the difference.
         difference = result.without - result.without.isel({_NEW: 0})
         result["difference"] = result.lds_mean - result.lds_mean.isel({_NEW: 0})
         result["difference_error"] = (_NEW,), arrays.folds.jackknife_error(difference)

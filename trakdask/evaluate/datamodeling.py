@@ -96,6 +96,7 @@ def subsets(
                 f"{(groups < 0).sum()} are missing; try labels.fillna('none')"
             )
         n_drawn = int(groups.max()) + 1
+    # Of samples, or of labels: then a label is drawn with all of its samples.
     size = round(fraction * n_drawn)
     if not 0 < size < n_drawn:
         raise ValueError(
@@ -249,6 +250,7 @@ def lds(
         outputs = outputs.expand_dims("seed")
     outputs = outputs.transpose("subset", "seed", TARGET)
     more = scores.dims[2:]
+    # Raises if labels differ; sizes of dimensions without labels are compared, too.
     xr.align(scores, masks, outputs, join="exact", copy=False, exclude={"seed", *more})
     require_alike(masks, scores, what="masks")
     require_alike(outputs, scores, what="outputs")
@@ -279,9 +281,11 @@ def rank_correlations(
 ) -> dict[str, np.ndarray]:
     """Compare predictions (subset, target, ...) with outputs (subset, seed, target)."""
     more = prediction.shape[2:]
+    # (subset, target, entry of all further dimensions)
     flat = prediction.reshape(*prediction.shape[:2], -1)
     predicted = [arrays.evaluation.Ranking.of(flat[:, :, i]) for i in range(flat.shape[2])]
     seeds = [arrays.evaluation.Ranking.of(outputs[:, k]) for k in range(outputs.shape[1])]
+    # Scores predict the mean over seeds; seeds apart say how much of it is noise.
     truth = arrays.evaluation.Ranking.of(outputs.mean(axis=1))
     rows, means, draws = arrays.evaluation.bootstrap(
         truth, predicted, seeds, repeats=options["resamples"], seed=options["seed"]

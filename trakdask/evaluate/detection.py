@@ -154,6 +154,8 @@ def _found(values: np.ndarray, wrong: np.ndarray, inspected: np.ndarray) -> np.n
     """Return how many wrong labels are expected among the highest values, equal ones shuffled."""
     order = np.argsort(-values, kind="stable")
     ordered = values[order]
+    # Among equal values, hits rise evenly from the first to the last, as in the mean over their
+    # orders.
     last_of_equal = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True))
     hits = np.cumsum(wrong[order])[last_of_equal]
     return np.asarray(np.interp(inspected, [0, *(last_of_equal + 1)], [0, *hits]))

@@ -117,6 +117,7 @@ def leave_group_out(
     name, bounds, has_units = str(as_array(groups, SAMPLE).name), [], False
     if isinstance(sums, xr.Dataset):
         has_units = "effect" in sums
+        # Effects here are means over seeds, which the bounds of one retraining are too wide for.
         kinds = ("mean_lower", "mean_upper") if has_units else ("lower", "upper")
         bounds = [lazy_data(sums[bound].transpose(name, TARGET)) for bound in kinds]
         sums = sums["effect" if has_units else "score"]
@@ -129,6 +130,7 @@ def leave_group_out(
             f"{shown(sums[name].values.tolist())}; try td.group_score(features, targets, "
             f"by={name!r}) of these samples"
         )
+    # (1 + group, sample): all samples first, then without each group.
     masks = da.from_array(np.append(_OF_ALL, left_out)[:, None], chunks=1) != codes
     outputs = train_models(
         train_fn, masks, sums.sizes[TARGET], seeds=seeds, store=store, tag=tag, progress=progress
@@ -164,14 +166,18 @@ def _compared(
     with np.errstate(invalid="ignore"):  # one seed has no variance
         variance = ((outputs - mean[:, None]) ** 2).sum(axis=1) / np.float64(n * (n - 1))
     flat = sums.reshape(*sums.shape[:2], -1).astype(np.float64)
+    # Least squares through 0: Σ effect · sum / Σ sum².
     products = (np.nansum(x * flat, axis=(0, 1)) for x in (effect[..., None], flat))
+    # Without a group with a large sum the output is low.
     results = rank_correlations(-sums, outputs[1:], options)
     results |= {
         "effect": effect,
+        # Trainings are independent, so variances add up.
         "effect_error": np.sqrt(variance[0] + variance[1:]),
         "scale": np.divide(*products).reshape(sums.shape[2:]),
     }
     if bounds:
+        # Sorted, since a negative scale turns bounds round.
         low, high = np.sort(np.stack(bounds) * (1 if has_units else results["scale"]), axis=0)
         covered = np.where(np.isnan(low), np.nan, (low <= effect) & (effect <= high)).mean(axis=0)
         results |= {"coverage": covered, "coverage_mean": np.nanmean(covered)}

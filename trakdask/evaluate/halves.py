@@ -125,6 +125,8 @@ def train_on_halves(
     models = Folder.at(folder)
     spec = {"samples": n_samples, "seed": seed, "tag": tag}
     source = validate_samples(samples).attrs["source"]
+    # Files of another recipe are refused; of changed labels there is a warning, since it may be
+    # metadata.
     stored = stored_spec(models, _SPEC, spec)
     if stored is None:
         models.write(_SPEC, json.dumps({**spec, "source": source}).encode())
@@ -136,9 +138,12 @@ def train_on_halves(
             stacklevel=2,
         )
     names = [f"half-{i}" for i in range(n)]
+    # A file is complete or absent, so its name says that the model was trained.
     missing = [i for i, name in enumerate(names) if f"{name}.pt" not in models.names()]
+    # Whatever it closes over goes to each worker once, and is not searched for lazy arrays.
     function = dask.delayed(train_fn, traverse=False)
     train = dask.delayed(functools.partial(_train, models))
+    # Seeds of 31 bits, which fit every generator, for each half its own, whatever n is.
     hashes = (hashlib.sha256(f"{seed}-{i}".encode()).hexdigest()[:8] for i in missing)
     tasks = [
         train(function, np.flatnonzero(masks[i]), i, int(digits, 16) >> 1, pure=False)

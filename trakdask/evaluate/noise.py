@@ -83,8 +83,11 @@ def reliability(
     rows = np.random.default_rng(0).permutation(features.sizes[SAMPLE])[:_ROWS]
     targets = features.isel({SAMPLE: rows[:_COLUMNS]})
     scores = score(features, targets, estimator, average=False)[rows].values
+    # (sample, target, group, checkpoint) with one group. Where checkpoints do not agree at all,
+    # more of them gain nothing.
     r = max(float(mean_agreement(scores[:, :, None])[0]), 0.0)
     c = np.array(numbers)
+    # The formula of Spearman and Brown, of as many checkpoints as asked for and as there are.
     found = c * r / (1 + (c - 1) * r)
     here = n_here * r / (1 + (n_here - 1) * r)
     return xr.Dataset(

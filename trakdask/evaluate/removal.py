@@ -116,6 +116,7 @@ def removal_curve(
             f"expected to remove 1 to {n - 1} of the {n} samples, got the numbers {counts}; try "
             "other fractions"
         )
+    # In ascending order the helpful come first, or the harmful, and NaN last in either case.
     mean = lazy_data(scores.mean(TARGET) * (-1 if helpful else 1))
     if store is not None:  # its masks are made twice, but from scores that are computed once
         mean = mean.compute()
@@ -167,6 +168,7 @@ def _curve(
     """Compute all results of the outputs (mask, seed, target) of the models of all removals."""
     full, *removed = outputs.mean(axis=1)
     removals = np.stack(removed).reshape(-1, n_counts, len(full))
+    # In the order of _removals: rankings, then random orders, each with all counts.
     ranked = removals[:-n_random].reshape(*sizes, n_counts, -1)
     random = removals[-n_random:].mean(axis=0)
     results = {"full_output": full, "mean_full_output": full.mean()}

@@ -38,6 +38,7 @@ def lazy_results(
     labels, sizes
         Labels of further dimensions, and the sizes of dimensions without labels.
     """
+    # All variables are parts of what one task returns.
     results = dask.delayed(function, pure=True)(*inputs)
     labels = {"bound": np.array(["low", "high"]), **(labels or {})}
     sizes = {**of.sizes, **{dim: len(values) for dim, values in labels.items()}, **(sizes or {})}

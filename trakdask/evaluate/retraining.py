@@ -168,6 +168,7 @@ def train_models(
         spec = {"tag": name, "samples": masks.shape[1], "targets": n_targets}
         folder = Folder(location(store))
         if stored_spec(folder, _SPEC, spec) is None:
+            # A new spec in a folder with other files would make these a store of models.
             if folder.names():
                 raise FileExistsError(
                     f"expected a new path, or a store of retrained models, got {folder.url!r}, "
@@ -268,6 +269,7 @@ def _train_block(
     train_fn: Callable[..., ArrayLike],
 ) -> NDArray[np.float64]:
     """Read the outputs of one model, or train it and store them."""
+    # Chunks of one mask and one seed: a task trains one model.
     (mask,), seed = masks, int(seeds[0])
     key = model_key(mask, seed)
     name = f"{key}.npy"
@@ -300,6 +302,8 @@ def _train_block(
         return outputs
 
     what = f"subset {subsets[0]} ({mask.sum()} of {len(mask)} samples) with seed {seed}"
+    # The seed follows from the mask, too: with the same numbers for all, models would share the
+    # luck of an initialisation.
     outputs = trained_alone(checked, np.flatnonzero(mask), int(key[:8], 16) >> 1, what)
     if models is not None:
         with models.writing(name) as file:

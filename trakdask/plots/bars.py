@@ -74,6 +74,7 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
         )
     (dim,) = result[value].dims
     result = result.compute().dropna(dim, subset=[value])
+    # A ranking has an order already.
     if dim != "rank":
         result = result.sortby(value, ascending=False)
     names = [str(name) for name in result[label or dim].values]
@@ -89,6 +90,7 @@ def intervals(result: xr.Dataset, label: str | None = None, *, ax: Axes | None =
     if value == "effect":
         least, most = (result[name].values for name in ("mean_lower", "mean_upper"))
         ax.hlines(rows, least, most, color=ax.xaxis.label.get_color(), linewidth=3)
+    # A $ in a name begins no formula, and the first name is at the top.
     ax.set_yticks(rows, names, parse_math=False)
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.axvline(0, color="0.4", linewidth=0.8)
@@ -147,6 +149,7 @@ def weights(features: xr.Dataset) -> Figure:
     figure.set_layout_engine("constrained")
     panels = figure.subplots(1, 4, sharey=True)
     rows = np.arange(len(names))
+    # Weights multiply gradients, and shares are of their squared lengths.
     after = columns["share"] * columns["weight"] ** 2
     for ax, (key, values) in zip(panels, columns.items(), strict=True):
         if key == "share":

@@ -71,6 +71,7 @@ def damping(chosen: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     if np.isfinite(chosen.grade.values).any():
         label = "outputs of left-out\ncheckpoints"
         ax.plot(chosen.relative_damping, chosen.grade, "s-", color="0.4", label=label, **style)
+    # Outputs that did not choose leave a curve, and no choice to mark.
     if np.isfinite(relative := float(chosen.relative)):
         threshold, peak = float(chosen.threshold), float(chosen.peak)
         label = "not clearly below\nthe peak"
@@ -129,6 +130,7 @@ def lds(result: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     names = []
     for i, (name, one) in enumerate(estimators):
         one = one.sortby("lds")
+        # The targets of an estimator side by side, from the lowest.
         x, again = i + np.linspace(-0.45, 0.45, one.sizes["target"]), "_" * i  # not in the legend
         if np.isfinite(one.ceiling).any():
             ax.plot(x, one.ceiling, ".", color="0.75", label=f"{again}noise ceiling")
@@ -179,6 +181,7 @@ def mislabelled_curve(curve: xr.Dataset, *, ax: Axes | None = None) -> Figure:
     """
     curve = curve.transpose("bound", ..., "fraction").sortby("fraction").compute()
     ax = axes(ax, 7.4, 3.8)
+    # Nothing is found before inspection begins, and all at its end.
     fractions = np.array([0, *curve.fraction.values, 1])
     for name, one in _estimators(curve, curve.area.dims, "ranked"):
         label = f"{name}, area {float(one.area):.2f}"
@@ -194,6 +197,7 @@ def mislabelled_curve(curve: xr.Dataset, *, ax: Axes | None = None) -> Figure:
         linewidth=1.4,
         label="best",
     )
+    # Twice as far as the best curve needs to find nearly all.
     suffices = curve.fraction.where(curve.found.max(curve.area.dims) >= _NEARLY_ALL).min()
     ax.set_xlim(0, min(1, 2 * float(suffices.fillna(1))))
     return finish(ax, "share of samples inspected", "share of wrong labels found")
@@ -253,6 +257,7 @@ def cross_validation(result: xr.Dataset, *, ax: Axes | None = None) -> Figure:
         label="grade ± its error",
     )  # fmt: skip
     labels = [f"{name}\n{grade:.2f}" for name, grade in zip(names, grades, strict=True)]
+    # The first is what others are compared with.
     for i in range(1, len(names)):
         difference, error = result.difference.values[i], result.difference_error.values[i]
         labels[i] += f" ({difference:+.3f} ± {error:.3f})"

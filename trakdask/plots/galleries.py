@@ -122,9 +122,11 @@ def gallery(
     if targets is None and len(chosen) < n_targets:
         note = f"the first {len(chosen)} of {n_targets} targets"
     figure, axes = _grid(len(chosen), n_shown, n_lines, note)
+    # All grey images in one scale, so that they can be compared.
     low, high = grey_limits(drawn) or (None, None)
     for place, image, title, color in zip(places, drawn, titles, colors, strict=True):
         ax = axes[place]
+        # Places without an image stay empty.
         ax.set_axis_on()
         ax.imshow(image, cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
         ax.set(xticks=[], yticks=[])
@@ -191,6 +193,7 @@ def grey_limits(colours: Sequence[np.ndarray]) -> tuple[float, float] | None:
 
 def _grid(n_rows: int, n_shown: int, n_lines: int, note: str) -> tuple[Figure, np.ndarray]:
     """Return a figure with its headings, and its axes, which are still empty."""
+    # In widths of an image: the target, and two sides with gaps before them.
     widths = [_TARGET_IN / _IMAGE_IN, 0.2, *[1] * n_shown, 0.2, *[1] * n_shown]
     width, gap = _IMAGE_IN * sum(widths) * 1.06, _LINE_IN * n_lines + 0.12
     note = textwrap.fill(note, int(width * _CHARACTERS_PER_IN))

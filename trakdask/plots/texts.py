@@ -106,6 +106,7 @@ class TextPlot:
         ax.set_axis_off()
         for y, x, character, strength in cells:
             if strength is not None:
+                # Not antialiased: there would be seams between cells.
                 cell, color = ((x, y + 0.05), _width(character), 0.9), _color(strength)
                 ax.add_patch(Rectangle(*cell, facecolor=color, linewidth=0, antialiased=False))
             if character != " ":
@@ -120,6 +121,8 @@ class TextPlot:
     def _rows(self) -> Iterator[tuple[str, list[tuple[str, float, float]]]]:
         """Yield titles and tokens: text, score, strength from -1 to 1."""
         finite = np.where(np.isfinite(self.scores), self.scores, 0)
+        # The strongest word that is shown has the full colour. What belongs to no word may count
+        # more, and is cut off.
         words = np.where(self.mask & (self.texts != _OTHERS), finite, 0)
         strengths = np.clip(finite / (np.abs(words).max(initial=0.0) or 1.0), -1, 1)
         tokens, totals = zip(self.texts, self.scores, strengths, strict=True), finite.sum(axis=1)
@@ -197,6 +200,7 @@ def _cells(
         x, y = 0, y + 1
         for text, _, strength in tokens:
             shown = _visible(text)
+            # A word is not broken, unless it is longer than a line.
             if x and x + sum(map(_width, shown.partition("\n")[0])) > _COLUMNS:
                 x, y = 0, y + 1
             for character in shown:
@@ -217,5 +221,6 @@ def _width(character: str) -> int:
 def _has_glyph(character: str) -> bool:
     from matplotlib import font_manager  # optional dependency
 
+    # Asked before, since matplotlib warns of each character that a font lacks.
     font = font_manager.get_font(font_manager.findfont(_FONT))
     return bool(font.get_char_index(ord(character)))

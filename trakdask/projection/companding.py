@@ -44,6 +44,7 @@ def widened(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return values.astype(np.float32)
     if values.dtype != np.int8:
         return values
+    # sign(q) q², since codes are roots. float32 holds it exactly.
     matrix = values * np.abs(values).astype(np.float32)
     squares = np.einsum("r...,r...->...", matrix, matrix, dtype=np.float64)
     matrix /= np.sqrt(np.where(squares > 0, squares, 1)).astype(np.float32)

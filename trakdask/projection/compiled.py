@@ -92,9 +92,12 @@ def scales(bits, stride, n_rows, fraction_bits, factor_bits, step):
     for b in range(len(step)):
         row, largest = bits[b * stride : b * stride + n_rows], int32(0)
         for r in range(n_rows):
+            # Without the sign, bits of floats are in the order of their values; infinity comes
+            # after all numbers, and NaN after that.
             magnitude = int32(row[r] & int32(0x7FFFFFFF))
             largest = magnitude if magnitude > largest else largest
         finite = largest < _INFINITY
+        # Below 2^-100 one factor could be larger than any float32: so there are two.
         raised = 100 if 0 < largest < _TINY else 0
         exponent = _exponent(largest, raised) if finite else 1
         factor_bits[b, 0] = (127 + raised) << 23
@@ -164,6 +167,8 @@ def sort_nonzeros(words, sparsity, proj_dim, rows, starts):
 
 @jit
 def _place(word, proj_dim):
+    # The column from the high bits of a product, and the sign from the lowest bit, as by numpy in
+    # :func:`trakdask.projection.sjlt._buckets`.
     return 2 * ((uint64(word) * uint64(proj_dim)) >> uint64(32)) + uint64(word & uint32(1))
 
 
@@ -180,6 +185,7 @@ def round_samples(flat, stride, factors, n_rows, values):
         for b in range(len(factors)):
             run = flat[b * stride + first : b * stride + first + n]
             _round(run, factors[b, 0], factors[b, 1], lines[b])
+        # Squares of 16 rows × 16 samples, so that the samples of a row lie side by side.
         for r in range(0, n, LANES):
             _transpose(lines.ctypes.data + 2 * r, values[first + r :].ctypes.data)
 
@@ -246,6 +252,7 @@ _DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
 
 
 def _load(builder: Any, address: Any, kind: Any, align: int) -> Any:
+    # Without this, LLVM takes a vector to lie at a multiple of its own size.
     value = builder.load(builder.inttoptr(address, kind.as_pointer()))
     value.align = align
     return value
@@ -264,6 +271,7 @@ def _scaled(builder: Any, sums: Any, step: Any, out: Any) -> None:
 def _emit_sum(builder: Any, arguments: Any) -> None:
     """Add the values of rows [start, turn), less those of rows [turn, stop), times a step."""
     values, rows, start, turn, stop, step, out = arguments
+    # Addresses are in bytes: 2 for the number of a row, and 2 for each lane of its values.
     running = cgutils.alloca_once_value(builder, _SUMS([0] * LANES))
     for first, last, operation in ((start, turn, builder.add), (turn, stop, builder.sub)):
         with cgutils.for_range(builder, builder.sub(last, first)) as loop:
@@ -320,6 +328,7 @@ def _void(emit: Any, n_arguments: int) -> Any:
         return context.get_dummy_value()
 
     signature = types.void(*[types.intp] * n_arguments)
+    # *arguments would not do: numba would make one tuple of them.
     if n_arguments == 2:
         return intrinsic(lambda typing_context, a, b: (signature, generate))
     if n_arguments == 3:

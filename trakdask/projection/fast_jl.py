@@ -71,6 +71,7 @@ class FastJL(Projector):
     num_sms: int | None = field(default=None, metadata=allowed(range(1, 2**16), 132))
 
     def __post_init__(self) -> None:
+        # Before fields are checked: the spec has the number that was found, and never None.
         if self.num_sms is None:
             if not torch.cuda.is_available():
                 raise ValueError(
@@ -125,6 +126,7 @@ class FastJL(Projector):
                 f"expected the package fast_jl for FastJL, got an import error ({err}); try pip "
                 "install 'trakdask[fast-jl]' (it needs nvcc), or td.Rademacher"
             ) from err
+        # The extension takes an int32.
         seed = (self.seed + _SEED_STEP * checkpoint) % 2**31
         for first in range(0, len(block), _BATCHES[-1]):
             part = block[first : first + _BATCHES[-1]]
@@ -133,6 +135,7 @@ class FastJL(Projector):
             # The extension takes 8, 16 or 32 samples and nothing else.
             padded = pad(part.float(), (0, 0, 0, size - len(part))).contiguous()
             sums = project(padded, self.proj_dim, seed, self.num_sms)[: len(part)].double()
+            # One value that is not finite spoils all columns of its sample, as by other projectors.
             sums.masked_fill_(~sums.isfinite().all(1, keepdim=True), torch.nan)
             out[first : first + len(part)] += sums
 

@@ -17,6 +17,7 @@ from trakdask.projection.philox import STREAM_MASK, fill_words
 from trakdask.projection.protocol import Cost, Projector, allowed
 from trakdask.projection.rows import RowMap
 
+# A row has a key of 64 bits, and a counter makes 128. Keys are drawn a megabyte at a time.
 _ROWS_PER_COUNTER = 2
 _COUNTERS_PER_BATCH = 1 << 16
 _BATCH_BYTES = 3 * 2**20
@@ -173,6 +174,7 @@ class Mask(Projector):
 
     def multiply_vectors(self, row_map: RowMap, checkpoint: int, vectors: Tensor) -> Tensor:
         """Return the product with the matrix from the other side; see ``Projector``."""
+        # Also of a projector that is not bound, which knows no number of rows.
         rows, ranks = select_rows(row_map.n_rows, self.keep, self.seed, checkpoint)
         if isinstance(self.then, Identity):  # columns are in the order of keys, not of rows
             values = vectors[:, torch.from_numpy(ranks)]

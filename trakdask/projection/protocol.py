@@ -279,6 +279,8 @@ def from_spec(spec: Mapping[str, Any]) -> Projector:
     remedy = "try the version named in attrs['trakdask_version'], or featurize again"
     require_choice("kind of the projector's spec", spec.get("kind"), sorted(_KINDS), remedy=remedy)
     kind = _KINDS[spec["kind"]]
+    # Fields that a spec lacks are None, and others are compared below: either is a spec of another
+    # version.
     values = {field.name: spec.get(field.name) for field in fields(kind) if field.init}
     inner = {name: from_spec(v) for name, v in values.items() if isinstance(v, Mapping)}
     projector = kind(**values | inner)

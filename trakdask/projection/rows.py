@@ -61,6 +61,7 @@ class RowMap:
         """
         offsets, row = [], 0
         for shape in shapes.values():
+            # Up to the next multiple. What lies between is padding, which is 0 in every gradient.
             row = -(-row // alignment) * alignment
             offsets.append(row)
             row += math.prod(shape)

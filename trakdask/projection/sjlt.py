@@ -196,6 +196,7 @@ class SJLT(GpuProjector):
             steps = rows.new_empty((run.n_blocks, n_samples), dtype=torch.float64)
             numbers = tuple(map(np.int32, (run.n_rows, n_samples, group)))
             address = map(np.uint64, (row_offset + run.first, self.seed))
+            # In the order, and of the widths, of the parameters of the kernel: nothing checks them.
             head: list[Argument] = [part, np.int64(part.stride(0)), *numbers, *address]
             for column in range(0, self.proj_dim, tile):
                 target = out[:, column : min(column + tile, self.proj_dim)]
@@ -272,6 +273,7 @@ def _tile_samples(proj_dim: int) -> int:
 def _add_compiled(kernels: Any, nonzeros: Nonzeros | Places, block: Tensor, out: Tensor) -> None:
     flat, stride = flatten(block)
     factors, step = compiled_scales(flat, stride, block.shape, _FRACTION_BITS)
+    # The kernel writes whole squares of 16 rows, also behind the last row.
     n_rows = -(-block.shape[1] // kernels.LANES) * kernels.LANES
     values = _scratch.take("values", (n_rows, kernels.LANES), torch.int16).numpy()
     kernels.round_samples(flat, stride, factors, block.shape[1], values)
@@ -365,6 +367,7 @@ class _Kept:
         self._lock = Lock()
 
     def get(self, matrix: tuple[SJLT, int, bool], block: tuple[int, int]) -> Any:
+        # Without the lock: at worst a block is drawn that another thread is about to add.
         return self._matrices.get(matrix, {}).get(block)
 
     def add(self, matrix: tuple[SJLT, int, bool], block: tuple[int, int], nonzeros: Any) -> None:

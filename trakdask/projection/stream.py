@@ -72,6 +72,7 @@ class ProjectionStream:
         self._row_map = row_map
         self._checkpoint = checkpoint
         self._selected = selected = projector.selected_rows(checkpoint)
+        # The same rows twice: numpy searches in them, and torch selects with them, on the device.
         self._chosen = None if selected is None else torch.tensor(selected, device=device)
         self._n_rows = row_map.n_rows if selected is None else len(selected)
         self._block = max(1, self._n_rows) if projector.takes_all_rows else ROW_BLOCK
@@ -81,6 +82,7 @@ class ProjectionStream:
         self._n_samples, self._device = n_samples, torch.device(device)
         self._on_gpu = on_gpu(torch.empty(0, device=device))
         self._width = projector.width(row_map.n_rows)
+        # Samples in tiles, whose sums have the samples side by side.
         of_tile = None if self._on_gpu else projector.sample_tile()
         self._tile = of_tile or max(1, n_samples)
         self._is_tiled = of_tile is not None
@@ -145,6 +147,7 @@ class ProjectionStream:
         the end of the block or of the parameter. It, or its first columns, must be passed to
         :meth:`add` next. None on a GPU, and if only some rows are projected.
         """
+        # Selected elements do not lie side by side, and a GPU takes whole blocks without a buffer.
         if self._selected is not None or self._on_gpu:
             return None
         start, size = self._row_map.offset(name) + first, self._row_map.size(name)
@@ -235,6 +238,8 @@ class ProjectionStream:
         if self._on_gpu or (samples := _nonzero_samples(block)) is None:
             self._add_product(block, row_offset, self._sums)
         elif len(samples):
+            # Sums that begin with 0 are exactly the products, so that adding these has the bits of
+            # adding in place.
             products = self._zeros(len(samples))
             self._add_product(block[samples], row_offset, products)
             for i, sample in enumerate(samples.tolist()):
@@ -255,6 +260,7 @@ def _nonzero_samples(block: Tensor) -> Tensor | None:
     unknown = (~is_nonzero).nonzero()[:, 0]
     is_nonzero[unknown] = block[unknown].any(1)
     samples = is_nonzero.nonzero()[:, 0]
+    # A copy of most samples would take longer than products of zeros.
     return samples if 2 * len(samples) <= len(block) else None
 
 

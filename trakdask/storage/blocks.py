@@ -88,6 +88,7 @@ def save_fit(group: Group, features: xr.Dataset, retries: int) -> None:
                 "td.featurize(samples, model, projector) without like=, and with the projector of "
                 "td.fit(samples, model, store=...) where the store is older"
             )
+        # Checkpoints that these features have, one at a time, since a chunk has one.
         for name in lacking if variable in features else ():
             if name in names:
                 position = names.index(name)
@@ -212,6 +213,7 @@ def _write_block(
     tasks never write the same chunk, since a call of save writes one set of consecutive rows.
     """
     began, (here,) = time.time(), part
+    # `here` are rows of this call; the store has others before them.
     rows = slice(offset + here.start, offset + here.stop)
     values = dict(zip(names, map(block_of, blocks), strict=True))
     # 1. A feature that is far longer than the median of its block spoils the scores of all.
@@ -247,6 +249,7 @@ def save_sums(
     group: Group, names: Sequence[str], values: Sequence[da.Array], index: int, retries: int
 ) -> None:
     """Compute arrays of one checkpoint and store them, each in one chunk."""
+    # Symmetric matrices, which compress to half with zeros below the diagonal.
     is_upper = [TRIANGLE in group.arrays[name]["attributes"] for name in names]
     values = [
         da.map_blocks(_upper, v, dtype=v.dtype) if upper else v
@@ -254,6 +257,7 @@ def save_sums(
     ]
     regions = [(*[slice(None)] * (v.ndim - 1), slice(index, index + 1)) for v in values]
     into: Any = [group.array(name) for name in names]
+    # Without a lock, since each value is one chunk, which nothing else writes.
     tasks = functools.partial(da.store, values, into, regions=regions, lock=False, compute=False)
     execution.run(tasks, retries=retries)
 
@@ -282,11 +286,13 @@ def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str
     group = before.target()
     name, inside = group.checkpoints[index], slice(here.start - rows.start, here.stop - rows.start)
     columns = [checkpoint_names(features).index(name)]
+    # 1. The block as these features have it, and as the store does. Features alone are computed.
     again = features.isel({SAMPLE: inside, CHECKPOINT: columns})
     old = np.asarray(group.array("feature")[here.start : here.stop, :, index : index + 1])
     if SCALE in small:
         old = from_half(old, small[SCALE][:, None])
     (new,) = dask.compute(again.feature.data)
+    # 2. Numbers that have to be equal: what was erased is not compared.
     shown = _shown(before, here)
     if TRAINED_ON in features and (
         (again[TRAINED_ON].values[:, 0] != small[TRAINED_ON])[shown].any()
@@ -296,6 +302,7 @@ def difference_of_block(before: Group, features: xr.Dataset, rows: range) -> str
             f"samples {here.start}:{here.stop} of checkpoint {name!r}; try "
             f"td.assign_coords(store, {{{TRAINED_ON!r}: masks}}) to change the store"
         )
+    # 3. Features, which may differ by rounding; of erased or failed samples one side is NaN.
     valid = np.isfinite(new) & np.isfinite(old)
     difference, length = (np.linalg.norm(x[valid]) for x in (new - old, old))
     in_16_bits = any("16" in str(features.attrs.get(key)) for key in ("dtype", "autocast"))
@@ -316,6 +323,7 @@ def _last_block(
     records = unfinished.stored_records(before)
     columns = [i for i, name in enumerate(before.target().checkpoints) if name in names]
     edges = [*unfinished.starts(rows, before.block), rows.stop]
+    # From the end: the last block of a set is the smallest.
     for start, stop in reversed([*itertools.pairwise(edges)]):
         for index in reversed(columns):
             if before.counts(start, index) or (start, index) in records:

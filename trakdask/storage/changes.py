@@ -153,6 +153,7 @@ def _write_trained_on(group: Group, values: Any, dropped: np.ndarray) -> None:
             f"expected {TRAINED_ON!r} as a bool DataArray {sizes}, got {shown(values)}; try "
             "masks.rename(subset='checkpoint'), with masks of td.evaluate.subsets"
         )
+    # As a store without these masks is read: all were trained on all.
     mask = np.ones((len(dropped), len(group.checkpoints)), bool)
     is_whole = sizes[SAMPLE] == len(dropped)
     if not is_whole and TRAINED_ON in group.arrays:
@@ -175,6 +176,7 @@ def _of_all(
     n_all, n_shown = len(dropped), int((~dropped).sum())
     is_whole = not dropped.any() or (hasattr(values, "__len__") and len(values) == n_all)
     if isinstance(values, xr.DataArray):
+        # Its own coords say to which samples values belong, but for those that this call changes.
         others = xr.Dataset(coords=read_coords(group, {*map(str, values.coords)} - {*changed}))
         rows = slice(None) if is_whole else ~dropped
         require_alike(values, others.isel({SAMPLE: rows}, missing_dims="ignore"), what=name)
@@ -182,6 +184,8 @@ def _of_all(
     if is_whole:
         return xr.Variable((SAMPLE,), new)
     before = read_coords(group, {name}).get(name)  # only here: a damaged coord can be assigned anew
+    # Old values and new ones have to fit into one dtype, of which then those rows are taken that
+    # were not dropped.
     joint = None if before is None else joined_exactly(before, xr.Variable((SAMPLE,), new), SAMPLE)
     if before is None or joint is None:
         was = "new" if before is None else f"{before.dtype} so far, and now {new.dtype}"
@@ -211,6 +215,7 @@ def erase_dropped(group: Group) -> None:
     # 1. Features.
     feature, block = group.array("feature"), group.block
     bounds = [(start, min(start + block, len(dropped))) for start in range(0, len(dropped), block)]
+    # Only blocks with a dropped sample, each at all checkpoints.
     tasks = [
         dask.delayed(_erase_rows)(feature, slice(*rows), index, dropped[slice(*rows)])
         for rows in bounds
@@ -238,6 +243,7 @@ def erase_dropped(group: Group) -> None:
 def _erase_rows(feature: zarr.Array[Any], rows: slice, index: int, gone: np.ndarray) -> None:
     region = (rows, slice(None), slice(index, index + 1))
     values = np.asarray(feature[region])
+    # A call that goes on after a kill need not write what is done.
     if not np.isnan(values[gone]).all():
         values[gone] = np.nan
         feature[region] = values
@@ -289,6 +295,7 @@ def verify(
     and fewer where memory for 8 is lacking.
     """
     require_flags(checksums=checksums, repair=repair)
+    # Whoever only looks needs no lock, and may look while another process writes.
     if not repair:
         group = Group.read(Folder.at(store, storage_options))
         return _table(group, [*_faults(group, checksums=checksums)])
@@ -296,12 +303,14 @@ def verify(
         faults = [*_faults(group, checksums=checksums)]
         table = _table(group, faults)
         if "unfinished" in group.attrs:  # what this append has stored is removed
+            # Its records would be taken for blocks of whatever is appended next.
             target, n, c = group.target(), group.n_samples, len(group.checkpoints)
             for record in stored_records(group):
                 if record[0] >= n or record[1] >= c:
                     group.folder.remove(path_of(record))
             del group.attrs["unfinished"]
             for chunk in target.stored_chunks("feature"):
+                # The last block that counts may have rows of the append, too: no one reads these.
                 if chunk[0] >= -(-n // group.block) or chunk[-1] >= c:
                     (group.folder / "feature").remove(group.chunk_key("feature", chunk))
         for name, index, _ in faults:
@@ -329,6 +338,7 @@ def _faults(group: Group, *, checksums: bool) -> Iterator[tuple[str, tuple[int, 
     VERIFIED.clear()  # bytes may have changed without a new time
     for name in group.arrays:
         array, indices = group.array(name, read_only=True), [*group.chunk_indices(name)]
+        # Of texts, chunks where nothing failed are not stored.
         stored = {*indices} if name == ERROR else group.stored_chunks(name)
         faults = {index: "no such file" for index in indices if index not in stored}
         if checksums:

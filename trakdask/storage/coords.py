@@ -15,6 +15,7 @@ from trakdask.storage.group import DROPPED, ERROR, METADATA, SCALE, Group, kind
 from trakdask.storage.reading import read_coords
 from trakdask.variables import CHECKPOINT, SAMPLE, VARIABLES
 
+# Opened features have `error` as a coord.
 _TAKEN = {METADATA, "lock", DROPPED, SCALE, *VARIABLES} - {ERROR}
 
 
@@ -27,6 +28,8 @@ def require_names(names: Iterable[object]) -> None:
         If another folder of the store has such a name, or no folder can have it.
     """
     for name in names:
+        # zarr keeps names that begin with two underscores for itself. 60 characters of up to four
+        # bytes are less than the 255 bytes of a file's name.
         is_folder = isinstance(name, str) and re.fullmatch(r"(?!__)\w[\w.:+=@#%()-]{0,59}", name)
         if not is_folder or name in _TAKEN:
             raise ValueError(
@@ -54,6 +57,8 @@ def joined_coords(
         count, other values, which would not be written.
     """
     ours = {str(n): coord for n, coord in coords.items() if n not in (ERROR, CHECKPOINT)}
+    # 1. Coords of samples: those that count must be the same, and those that come must be of the
+    # same names and kinds.
     stored, url = read_coords(before, before.coords), before.folder.url
     of_samples, old = (
         {name: coord for name, coord in coords.items() if SAMPLE in coord.dims}
@@ -68,6 +73,7 @@ def joined_coords(
             of_samples[DROPPED] = xr.Variable(SAMPLE, np.zeros(len(rows), bool))
         if before.n_samples:
             _require_same_kinds(of_samples, old, url)
+    # 2. Coords of checkpoints, of those that come: these are the last ones of the store.
     if new := group.checkpoints[len(before.checkpoints) :]:
         names = [str(name) for name in coords[CHECKPOINT].values]
         columns = [names.index(name) for name in new]
@@ -75,6 +81,7 @@ def joined_coords(
         text = xr.Variable(CHECKPOINT, np.array(names, np.dtypes.StringDType()))
         of_checkpoints[CHECKPOINT] = text
         added[CHECKPOINT] = {name: c[columns] for name, c in of_checkpoints.items()}
+    # 3. Values so far, and then those that come.
     changed = {
         name: _joined(name, stored.get(name), coord, dim, url)
         for dim, coords in added.items()
@@ -82,6 +89,7 @@ def joined_coords(
     }
     if before.n_samples and added[SAMPLE]:
         _warn_of_overlap(changed, before.n_samples, [n for n in ours if n in changed], url)
+    # 4. Others, such as one number for all, come with the first samples and stay.
     if not before.n_samples:
         changed |= {n: c for n, c in ours.items() if not {SAMPLE, CHECKPOINT} & {*c.dims}}
     return changed
@@ -121,13 +129,14 @@ def _warn_of_overlap(
     joint: Mapping[str, xr.Variable], n_before: int, names: Sequence[str], url: str
 ) -> None:
     """Warn if new samples are like some of the store in all coords, where these tell all apart."""
+    # A hash of a row takes 8 bytes, whatever coords it has.
     columns = {name: joint[name].values for name in names if joint[name].dims == (SAMPLE,)}
-    columns |= {n: x.astype(object) for n, x in columns.items() if x.dtype.kind == "T"}
     rows = pd.util.hash_pandas_object(pd.DataFrame(columns), index=False).to_numpy()
     old, new = rows[:n_before], rows[n_before:]
     if DROPPED in joint:  # they may come back with other values
         old = old[~joint[DROPPED].values[:n_before]]
     known = np.isin(new, old)
+    # Coords such as a label tell no samples apart, so that equal ones say nothing.
     if columns and known.any() and all(len(np.unique(x)) == len(x) for x in (old, new)):
         warnings.warn(
             f"expected samples that the store {url!r} does not have, got {known.sum()} of "
@@ -150,6 +159,7 @@ def _require_same_values(
             if coord[counts].equals(there[counts]):
                 continue
             new, old = (variable.values.astype(object) for variable in (coord, there))
+            # NaN differs from NaN, and NaT from NaT.
             differs = (new != old) & ~(pd.isna(new) & pd.isna(old))
             sample = np.arange(len(rows))[counts][np.argwhere(differs[counts])[0, 0]]
             values = (f"{variable.values[sample]!s:.60}" for variable in (coord, there))

@@ -246,6 +246,8 @@ class Group:
         if grows:
             is_compressed = any(codec["name"] == "zstd" for codec in self.before[name]["codecs"])
         triangle = {TRIANGLE: "upper"} if is_compressed and PROJ_DIM_1 in dims else {}
+        # Into memory, since only its metadata is asked for: what a store has under this name may
+        # still count.
         zarr.create_array(
             MemoryStore(files),
             name=name,
@@ -291,6 +293,7 @@ class Group:
 
     def commit(self) -> None:
         """Let the written arrays count, from now on, and nothing else."""
+        # Names of Dask's arrays have this in them, so that nothing cached outlives a commit.
         self.attrs["saved"] = {
             "at": datetime.now(UTC).isoformat(), "versions": {"trakdask": __version__}
         }  # fmt: skip
@@ -322,11 +325,14 @@ class Group:
         """Remove what does not count any more: arrays, chunks, and partial files."""
         there = self.folder.names()
         self.sweep_records()
+        # Features grow where they are, in chunks of the same names: there is nothing to remove.
         for name in {*DERIVED, DROPPED, *self.arrays}.intersection(there) - {"feature"}:
             if name not in self.arrays:
                 self.folder.remove(name)
                 continue
             is_nested = separator_of(self.arrays[name]) == "/" or not self.arrays[name]["shape"]
+            # Chunks so far are files such as c.0.1, if these are in folders such as c/0/1, and the
+            # other way round. The only chunk of an array without axes is c.
             for file in (self.folder / name).names():
                 if file.startswith("c.") if is_nested else file == "c":
                     self.folder.remove(f"{name}/{file}")

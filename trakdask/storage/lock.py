@@ -17,6 +17,7 @@ import psutil
 from trakdask.errors import StoreBusyError
 from trakdask.files import Folder
 
+# Eight renewals have to fail until a writer on another host is taken for dead.
 _RENEWED_EVERY_S = 15.0
 _EXPIRES_AFTER_S = 120.0
 
@@ -54,6 +55,7 @@ def lock(folder: Folder, purpose: str, name: str = "lock") -> Iterator[Callable[
     # Two processes may come to this point at once, and one may remove what the other has just
     # created: that one finds out before it commits.
     try:
+        # Fails if the file is there, unlike a look and then a write.
         folder.create(name, _encoded(ours))
     except FileExistsError:
         holder = _read(folder, name)
@@ -80,6 +82,7 @@ def lock(folder: Folder, purpose: str, name: str = "lock") -> Iterator[Callable[
         stop.set()
         renewer.join()
         with suppress(OSError, StoreBusyError):  # a full disk must not hide what happened before
+            # Never the lock of whoever took this one away.
             require_held()
             folder.remove(name)
 

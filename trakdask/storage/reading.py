@@ -159,6 +159,7 @@ def assembled(
     cover them.
     """
     data = {}
+    # Known variables in their own order, before others that a task returned.
     for name in dict.fromkeys((*VARIABLES, *group.features)):
         if (array := group.arrays.get(name)) and name not in (ERROR, SCALE):
             # The array is whole, whatever a store has of it.
@@ -181,6 +182,8 @@ def dropped_mask(group: Group) -> np.ndarray:
         return np.zeros(group.n_samples, bool)
     with _named(group.folder, DROPPED):
         mask = np.asarray(group.array(DROPPED, read_only=True)[...])
+    # After reading: until then a writer may have removed a chunk, of which zarr reads the fill
+    # value.
     group.require_chunks(DROPPED)
     return mask
 
@@ -205,6 +208,7 @@ def read_coords(
         not select.
     """
     names = {*group.coords, ERROR} - {CHECKPOINT, DROPPED} if names is None else names
+    # Not those that were written since and are not committed.
     names = [n for n, array in group.arrays.items() if n in names and array == group.before.get(n)]
     if not names:
         return {}
@@ -221,6 +225,7 @@ def read_coords(
     coords: dict[str, xr.Variable] = {}
     for name in names:
         coord = coords[name] = ds.variables[name]
+        # Stays an array that xarray reads when somebody asks, which can be selected from.
         if name == ERROR:
             continue
         if rows and coord.dims == (SAMPLE,):
@@ -288,12 +293,15 @@ def _read_decoded(halves: Read, scales: Read, key: tuple[slice, ...]) -> np.ndar
 
 def _read_mirrored(triangles: Read, size: int, key: tuple[slice, ...]) -> np.ndarray:
     rows, columns, checkpoint = key
+    # What is below the diagonal lies in other rows.
     whole = slice(0, size)
     return mirrored(triangles((whole, whole, checkpoint)))[rows, columns]
 
 
 def from_half(halves: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """Return (rows, p, 1) features that are stored as float16 as float32."""
+    # A scale may be too large or too small for float32, where the feature is not: so its exponent
+    # is added to that of the feature.
     mantissa, exponent = np.frexp(scale[:, None, :])  # ½, or NaN of an erased sample
     return np.ldexp(halves * mantissa.astype(np.float32), exponent)
 
@@ -302,16 +310,19 @@ def read_chunk(
     array: zarr.Array[Any], folder: Folder, key: str, rows: tuple[slice, ...]
 ) -> np.ndarray:
     """Return rows of a chunk of numbers, by their slices of the array; ``key`` as of a cache."""
+    # 1. The chunk that has these rows, and where they lie in it.
     index = tuple(part.start // size for part, size in zip(rows, array.chunks, strict=True))
     starts = [i * size for i, size in zip(index, array.chunks, strict=True)]
     inside = tuple(slice(r.start - s, r.stop - s) for r, s in zip(rows, starts, strict=True))
     path = f"{array.basename}/{array.metadata.encode_chunk_key(index)}"
+    # 2. From a file as it is.
     if folder.is_local and len(array.compressors) == 1:  # the checksum
         data = _mapped(f"{folder.url}/{path}", array.chunks, array.dtype)
         if data is not None:  # which has rows beyond the last of the array
             return data[inside]
-    n_rows, n_chunk = inside[0].stop - inside[0].start, min(array.chunks[0], array.shape[0])
-    if n_rows == n_chunk or inside[0].stop > n_chunk:
+    # 3. By zarr: all rows of a chunk at once, or some from a chunk that is kept, since others need
+    # the rest of it soon.
+    if inside[0].stop - inside[0].start == min(array.chunks[0], array.shape[0]):
         return _read(array, folder, path, rows)
     whole = tuple(slice(s, s + size) for s, size in zip(starts, array.chunks, strict=True))
     with _READING:  # so that it is read once, however many threads need it
@@ -351,6 +362,7 @@ def _mapped(path: str, chunks: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndar
         data = np.fromfile(path, np.uint8)
     else:  # pages are copied when they are written to, so that the file stays as it is
         data = np.asarray(np.memmap(path, np.uint8, mode="c"))
+    # A file that was replaced is another one, which has not been compared.
     state = (about.st_ino, about.st_mtime_ns, about.st_size)
     if VERIFIED.get(path) != state:
         content = data[:-_CRC_BYTES]

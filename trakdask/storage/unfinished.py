@@ -41,6 +41,7 @@ def starts(rows: range, block: int) -> list[int]:
 def stored_records(before: Group) -> set[tuple[int, int]]:
     """Return the records of blocks that do not count yet, from one listing."""
     names = (name.split(".") for name in (before.folder / RECORDS).names())
+    # A killed writer may have left those of blocks that count by now.
     records = {(int(start), int(index)) for start, index, _ in names}
     return {record for record in records if not before.counts(*record)}
 
@@ -151,6 +152,7 @@ def numbers_of(
         What :func:`stored_records` returns.
     """
     n_counts = before.n_samples if index < len(before.checkpoints) else 0
+    # Rows that count come first, in large chunks; records have all others.
     counts, values = len(range(rows.start, min(rows.stop, n_counts))), {}
     for name in before.numbers:
         array = before.array(name, read_only=True)
@@ -186,6 +188,7 @@ def pack(before: Group, group: Group, erased: np.ndarray | None = None) -> None:
     for name in group.numbers:
         if before.n_samples and name in before.before and name != ERROR:
             before.require_chunks(name)  # else what was lost would be NaN for good
+        # Metadata of arrays whose chunks have other names than those so far.
         group.add(name, sizes, before.array(name).dtype, block=size)
     arrays = {name: group.array(name) for name in group.numbers}
     firsts = range(0, sizes[SAMPLE], size)

@@ -156,6 +156,7 @@ def existing(folder: Folder) -> Group | None:
 
 def _new_group(folder: Folder, features: xr.Dataset, dtype: str | None) -> Group:
     """Return the group of a new store: all arrays of storable features, without a sample."""
+    # The last chunk may be smaller, and the first one, of a selection.
     block = max(features.feature.variable.chunksizes[SAMPLE])
     dropped = {*STORE_ATTRS, "saved"}
     attrs = {k: v for k, v in as_values(features.attrs).items() if k not in dropped}
@@ -192,6 +193,7 @@ def by_sets(before: Group, features: xr.Dataset, append_dim: str | None) -> list
     n = features.sizes[SAMPLE]
     if append_dim == SAMPLE or len(sets) < 2 or n != before.n_samples:
         return [features]
+    # Raises if coords are of other samples, or in another order.
     joined_coords(before, before, features.coords.variables, range(n))
     known = {name for name in before.coords if name not in (CHECKPOINT, DROPPED)}
     if known and not known & {*map(str, features.coords)}:

@@ -145,6 +145,7 @@ class Kernels:
         """
         cuda, current = self._cupy.cuda, torch.cuda.current_stream(self._index)
         stream = _Stream(current.cuda_stream)
+        # CuPy has a current device and stream of its own, which are not torch's.
         with cuda.Device(self._index), cuda.Stream.from_external(stream):
             try:
                 function = self._function(name)
@@ -160,6 +161,7 @@ class Kernels:
                 ) from err
 
     def _function(self, name: str) -> Any:
+        # Else two threads would compile the same file.
         with self._compiling:
             if name not in self._functions:
                 self._functions.update(self._family(family_of(name)))
@@ -167,6 +169,7 @@ class Kernels:
 
     def _family(self, family: str) -> dict[str, Any]:
         code = machine_code(self._cupy.cuda.nvrtc, family, self._architecture)
+        # CuPy compiles what it gets as text, and loads machine code from a file.
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, f"{family}.cubin")
             path.write_bytes(code)

@@ -39,6 +39,7 @@ _LINE_STEP, _LEAST_LINES = 8, 24  # torch._int_mm needs a multiple of 8, more th
 _COLUMN_STEP = 8
 
 _PROOF_ROWS = 2 * ROW_BLOCK + 300  # two whole blocks, processed together, and a short one
+# No multiple of what products are padded to, so that padding is compared, too.
 _PROOF_WIDTH = 77
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -106,6 +107,7 @@ def kernels_that_work(projector: GpuProjector, rows: Tensor) -> Kernels | None:
     # Few columns suffice: a wrong kernel, option or compiler changes the bits of all of them.
     small = replace(projector, proj_dim=min(projector.proj_dim, _PROOF_WIDTH))
     key = (rows.device, rows.dtype, small)
+    # Others wait, since a kernel that is not proven must not be used meanwhile.
     with _proving:
         if key not in _proven:
             try:
@@ -128,6 +130,7 @@ def _require_bits_of_cpu(
     on_device = torch.zeros_like(expected, device=device)
     projector.project_on_gpu(kernels, tile.to(device), 0, 1, on_device)
     actual = on_device.cpu()
+    # NaN differs from itself, and is right where the CPU has it, too.
     wrong = (actual != expected) & ~(actual.isnan() & expected.isnan())
     if wrong.any():
         raise KernelError(
@@ -157,6 +160,8 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Round the row blocks of a run; return digits, totals and steps: see ``quantize.cu``."""
     n_samples, n_lines = len(rows), lines(len(rows), n_digits)
+    # (blocks, lines, depth): a line for each digit of a sample, and lines of zeros up to a number
+    # that the product takes.
     part = rows[:, run.first : run.stop]
     digits = rows.new_empty((run.n_blocks, n_lines, run.depth), dtype=torch.int8)
     totals = rows.new_empty((run.n_blocks, n_samples), dtype=torch.int64)
