@@ -233,6 +233,7 @@ def digits_checkpoints(
     images, labels = train.image.values, train.label.values
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # A lambda is named "<lambda>", and not every file system takes these signs.
     name = getattr(build, "__name__", type(build).__name__).strip("<>")
     settings = f"{name}-e{epochs}-t{n_target}-s{seed}"
     paths = [folder / f"{settings}-c{index}.pt" for index in range(n_checkpoints)]
@@ -336,6 +337,7 @@ def train_classifier(
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        # No devices: else torch would ask all GPUs for their states, which takes memory of each.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = build().train()

@@ -69,6 +69,7 @@ def simulate_features(
     ds = from_features(feature, "simulation", **data, coords={"label": label}, chunks=chunks)
     projector = {"kind": "simulated", "proj_dim": proj_dim}
     ds = ds.assign_attrs(as_text({"projector": projector}), task="simulated", source=token)
+    # As of a classifier, whose rule for λ is another one than that of features by other programs.
     ds.attrs["loss_kind"] = "cross-entropy"
     del ds.attrs["default_damping"]
     return ds
@@ -79,6 +80,8 @@ def _simulate_block(
 ) -> np.ndarray:
     """Draw the features of a block, its outputs and Q, one after the other; return one of them."""
     start, checkpoint = block_id[0], block_id[-1]
+    # Three graphs call this, and no task of one is part of another: what a block draws before its
+    # own numbers is drawn again.
     rng = np.random.default_rng([seed, start, checkpoint])
     n = min(chunks, n_samples - start * chunks)
     feature = rng.standard_normal((n, proj_dim, 1), dtype=np.float32)

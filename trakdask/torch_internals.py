@@ -105,6 +105,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
         part._compiled_call_impl = None
         original = getattr(part, "_orig_mod", None)
         if isinstance(original, nn.Module):
+            # `__call__` and not `forward`, since it is what calls the hooks.
             part.forward = original.__call__
     return module
 

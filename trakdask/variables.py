@@ -42,6 +42,7 @@ DERIVED = (GRAM, LOSS_GRADIENT, EIGENVALUES, EIGENVECTORS, DAMPING)
 N_SAMPLES = "n_samples"
 """In the attrs of derived arrays: of how many samples they are."""
 
+# Features in memory are divided, so that all threads work on them. At 1024 columns this is 16 MiB.
 _ROWS_OF_UNCHUNKED = 4096
 TARGET_PREFIX = "target_"
 """Prefix of the targets' coords in scores; xarray would drop a name that both sides share."""
@@ -169,6 +170,7 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
             )
     for name in names:
         _validate_variable(ds, VARIABLES[name], what)
+    # Scores and rankings take the coords of their samples along, which must not hide their own.
     of_results = {*VARIABLES, TARGET, RANK, CHECKPOINT, PROJ_DIM} - {"self_influence"}
     coords = (n for n, coord in ds.coords.variables.items() if coord.dims == (SAMPLE,))
     require_new(coords, of_results)
@@ -245,6 +247,7 @@ def aligned(array: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: str) ->
     [2, 1]
     """
     for dim in set(array.dims) & set(array.indexes):
+        # To a side without labels, the labels 0, 1, ... are as good as none.
         labels, wanted = array.indexes[dim], to.indexes.get(dim, pd.RangeIndex(array.sizes[dim]))
         if labels.equals(wanted):
             continue
@@ -377,6 +380,7 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
     data = {n: features.variables[n] for n in features.data_vars if n not in FITTED}
     others = {}
     for name, variable in data.items():
+        # An array of another package than Dask has chunks, too; see `plain`.
         is_lazy = variable.chunks is not None and isinstance(variable.data, da.Array)
         if not is_lazy or max(variable.chunksizes.get(CHECKPOINT, (1,))) > 1:
             chunks = {CHECKPOINT: 1}
@@ -385,6 +389,7 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
             chunked = variable.chunk({d: n for d, n in chunks.items() if d in variable.dims})
             others[name] = chunked.copy(data=plain(chunked.data))
     lazy = features.assign(others) if others else features
+    # Blocks of samples as the tasks will have them, which can read coords of the same blocks only.
     sizes = next((v.chunksizes[SAMPLE] for v in (data | others).values() if SAMPLE in v.dims), ())
     coords = {name: v for name, v in lazy.coords.variables.items() if v.chunks is not None}
     loaded = {name: v.load() for name, v in coords.items() if not stays_in_store(v, sizes)}
