@@ -104,14 +104,13 @@ def update_derived(
     if estimator is None:
         return
     # 2. Sums, and what follows from them.
-    gram_stays = _update_sums(before, group, estimator, retries)
+    stays = _update_sums(before, group, estimator, retries)
     p = group.arrays[GRAM]["shape"][0]
     if p > MOST_DIM and not anew:
         return
     try:
-        stays = gram_stays
         if p > LEAST_DIM:
-            stays = _update_factors(before, group, estimator, gram_stays, retries)
+            stays = _update_factors(before, group, estimator, stays, retries)
         chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
         stored = before.arrays.get(DAMPING, {})
         # 3. λ stays with the sums that it was chosen from.

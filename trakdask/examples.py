@@ -386,6 +386,7 @@ def iris_features() -> tuple[xr.Dataset, xr.Dataset]:
     from sklearn.datasets import load_iris  # optional dependency: only the examples need it
 
     bunch = load_iris()
+    # The irises are sorted by species, and the last 30 are to be the targets.
     order = np.random.default_rng(0).permutation(150)
     x = ((bunch.data - bunch.data.mean(0)) / bunch.data.std(0)).astype(np.float32)[order]
     label = bunch.target.astype(np.int64)[order]
@@ -394,6 +395,7 @@ def iris_features() -> tuple[xr.Dataset, xr.Dataset]:
         from_arrays({"x": x[rows]}, coords={"label": label[rows], "species": species[rows]})
         for rows in (slice(120), slice(120, 150))
     )
+    # Five: from so many checkpoints on, scores have intervals.
     states = [
         train_classifier(_perceptron, x[:120], label[:120], seed=seed, epochs=20, lr=0.03)
         for seed in range(5)

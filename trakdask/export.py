@@ -40,6 +40,7 @@ _ZARR, _PARQUET = "zarr.json", "unfinished.parquet"
 """The files that have this content."""
 _METADATA = "trakdask"
 """Key of the metadata of each parquet file that to_parquet writes."""
+# As many rows as pyarrow puts into a row group, so that each part of a file is one.
 _ROWS_AT_ONCE = 2**20
 
 

@@ -27,8 +27,8 @@ def gradients_to_gpus() -> SchedulerPlugin:
         def update_graph(self, scheduler: Any, *, tasks: Any, **_: Any) -> None:
             if not any(worker.resources.get("GPU") for worker in scheduler.workers.values()):
                 return  # they would wait for one
-            # Dask calls this before it schedules the graph, so that new tasks are "released". In any
-            # other state a task is of an earlier graph, too, and was restricted then.
+            # Dask calls this before it schedules the graph, when new tasks are "released". In any
+            # other state a task is of an earlier graph, and the scheduler may have placed it.
             for key in tasks:
                 task = scheduler.tasks[key]
                 if task.state == "released" and GRADIENTS in str(key) and ON_CPU not in str(key):

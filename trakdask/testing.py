@@ -57,12 +57,11 @@ def simulate_features(
     data: dict[str, Any] = {}
     for item, name in enumerate(("feature", "output", "out_to_loss")):
         dims = VARIABLES[name].dims
-        array = da.map_blocks(
+        data[name] = da.map_blocks(
             functools.partial(_simulate_block, item, seed, proj_dim, n_samples, chunks),
             chunks=(by_block[0], (proj_dim,), by_block[1]) if item == 0 else by_block,
             name=f"{name}-simulated-{token}", meta=np.empty((0,) * len(dims), np.float32),
         )  # fmt: skip
-        data[name] = array
     of_checkpoints = {CHECKPOINT: [f"c{i}" for i in range(n_checkpoints)]}
     feature = xr.DataArray(data.pop("feature"), of_checkpoints, VARIABLES["feature"].dims)
     label = np.arange(n_samples) % 2

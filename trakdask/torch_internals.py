@@ -80,6 +80,8 @@ def storage_of(value: Any) -> int:
     functorch = torch._C._functorch
     while isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
         value = functorch.get_unwrapped(value)
+    # A subclass such as a fake tensor has no memory, and a sparse tensor no storage: asking it for
+    # one is an error.
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
         return 0
     with torch._C.DisableTorchFunction():  # our own modes, which look for such calls by a model

@@ -199,6 +199,8 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
     missing = [dim for dim in variable.dims if dim not in array.dims]
     others = [str(dim) for dim in array.dims if dim not in variable.dims]
     if missing or others:
+        # As many others as missing ones may have other names. If more are missing, a number has
+        # selected from one; if fewer, there is one too many.
         remedy = f"ds.rename({dict(zip(others, missing, strict=False))})"
         if len(missing) > len(others):
             remedy = f"ds.isel({missing[-1]}=[0]), with a list, which keeps the dimension"
@@ -298,6 +300,7 @@ def require_alike(array: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: s
             "there is now: samples may have been selected, dropped or appended"
         )
     for name, coord in coords_along(array, *array.dims).items():
+        # A coord that the other side lacks agrees with itself.
         other = to.coords.variables.get(name, coord)
         is_alike = coord.sizes == other.sizes and name != "error"
         if is_alike and not coord.equals(other):  # lazy ones are compared by their names
@@ -350,6 +353,7 @@ def ordered(features: xr.Dataset) -> xr.Dataset:
 
     Matrices of which a store has the triangle, as ``xr.open_zarr`` shows them, are made whole.
     """
+    # Others, such as those of a fit, keep their places in between: checkpoints come last.
     order = (SAMPLE, SKETCH_DIM, PROJ_DIM, PROJ_DIM_1, COMPONENT, ..., CHECKPOINT)
     features = features.transpose(*order, missing_dims="ignore")
     upper = {n: a.variable for n, a in features.data_vars.items() if TRIANGLE in a.attrs}

@@ -125,9 +125,7 @@ def features(
     with about("model"):
         model = described_model(section(configuration, "model"))
     with about("projector"):
-        projector: Any = None
-        if like is None:
-            projector = _projector(configuration, samples, model, fits)
+        projector = _projector(configuration, samples, model, fits) if like is None else None
     with about("featurize"):
         options = section(configuration, "featurize")
         require_keys(options, td.featurize, 3)

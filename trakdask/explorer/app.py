@@ -150,7 +150,7 @@ class Session(JSComponent):
         elif message["save"] == "html" and 'aria-busy="true"' in self.html:
             self._say(lambda: "This view is not complete yet; save it when it is.")
         else:
-            # A thread, because not all answers of a page are kept for it.
+            # A thread, because some of the answers are computed again.
             arguments = self.view, message["save"]
             threading.Thread(target=self._save, args=arguments, daemon=True).start()
 
@@ -266,7 +266,6 @@ def server(app: Callable[[], Any], *, host: str = "127.0.0.1", port: int = 0) ->
         rule.target = _Page if rule.target is DocHandler else rule.target
     # The token protects the websocket, under whatever name of this machine a browser knows it.
     listening._tornado.websocket_origins.add("*")
-    # No addresses that a browser could connect to.
     all_of_this_machine = ("0.0.0.0", "::")
     name = "127.0.0.1" if host in all_of_this_machine else f"[{host}]" if ":" in host else host
     return listening, f"http://{name}:{listening.port}/{token}/"

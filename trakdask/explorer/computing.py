@@ -64,7 +64,8 @@ class Computation:
     def compute(self, *lazy: Any) -> tuple[Any, ...]:
         """Return what ``dask.compute`` returns, unless the computation is abandoned."""
         self.require_wanted()
-        # On a cluster nothing is waited for longer than until the next look at `is_abandoned`.
+        # On a cluster, `wait` looks every 0.2 s whether the answer is still wanted. A plain
+        # computation could not be left.
         if (client := active_client()) is not None:
             from distributed import futures_of
 

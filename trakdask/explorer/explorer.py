@@ -112,6 +112,7 @@ class Explorer(Questions):
         folder, _, name = location(path).rpartition("/")
         if os.path.isdir(f"{folder}/{name}"):
             raise ValueError(f"expected a file, got the folder {str(path)!r}; try 'view.html'")
+        # The folder of "/view.html" is an empty text.
         Folder.at(folder or "/").write(name, document(self, self.checked(view)).encode())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:

@@ -72,6 +72,7 @@ class SampleTable:
         # 1. Metadata, with the new column if this is the first.
         ds, table, new = self.features, self.metadata, new.assign_coords({_NEW: (SAMPLE, [True])})
         table = table if _NEW in table else table.assign(**{_NEW: False})
+        # What is missing, by the kind of the column: integers become floats, and texts are empty.
         empty: dict[str, Any] = {"M": np.datetime64("NaT"), "m": np.timedelta64("NaT"), "b": False}
         empty |= dict.fromkeys("iuf", np.nan)
         coords: dict[Any, Any] = {CHECKPOINT: ds[CHECKPOINT]}
@@ -157,7 +158,9 @@ class SampleTable:
         """Output and Q of all samples, both (sample, checkpoint)."""
         q = self.features["out_to_loss"].data
         output, q = compute(
-            self.features[OUTPUT].data if OUTPUT in self.features else np.nan * q, q
+            # Without outputs, NaN in the same blocks.
+            self.features[OUTPUT].data if OUTPUT in self.features else np.nan * q,
+            q,
         )
         return np.asarray(output, np.float64), np.asarray(q, np.float64)
 

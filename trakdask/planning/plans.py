@@ -122,6 +122,7 @@ def plan(
     more = _wider(used.projector, min(n_samples, n_parameters)) if used.is_random else []
     others = more
     if projectors is not None:
+        # A text is no list of its letters: the error below is to show all of it.
         others = [projectors] if isinstance(projectors, Projector | str) else list(projectors)
     for projector in others:
         if not isinstance(projector, Projector):
@@ -131,9 +132,8 @@ def plan(
             )
     # 3. A fit, unless features hold the values of theirs.
     fit_bytes = sum(features[name].nbytes for name in FITTED if name in features)
-    fit = None
-    if not fit_bytes:
-        fit = planned_fit(used, attrs, min(n_fitted, n_samples), n_checkpoints)
+    n_fitted = min(n_fitted, n_samples)
+    fit = None if fit_bytes else planned_fit(used, attrs, n_fitted, n_checkpoints)
     return Plan(
         n_samples=n_samples,
         n_blocks=len(blocks),

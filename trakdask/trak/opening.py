@@ -152,11 +152,10 @@ def _features(folder: Path, ids: Sequence[int], exp_name: str = "") -> xr.Datase
     def lazy(file: str) -> da.Array:
         """Return an array (rows, columns, checkpoint), whose tasks map the files where they lie."""
         arrays = [open_memmap(folder / name / file, mode="r") for name in names]
+        # `mapped` is a path and a place in the file, which is sent with each task, inline. An array
+        # of numpy would be sent itself.
         columns = [
-            # `mapped` is a path and a place in the file, which is sent with each task, inline. An
-            # array of numpy would be sent itself.
-            da.from_array(mapped(a) or a, chunks=(rows, -1), inline_array=True)
-            for a in arrays
+            da.from_array(mapped(a) or a, chunks=(rows, -1), inline_array=True) for a in arrays
         ]
         return da.stack(columns, axis=-1)
 
