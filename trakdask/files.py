@@ -331,8 +331,12 @@ def replacing(
     """
     # Beside the target, because a rename is atomic only within a file system.
     target, new = os.fspath(path), Path(partial or f"{os.fspath(path)}.{uuid4().hex}.partial")
+    old = Path(f"{new}.old")
     if partial is not None:
         _remove(new)
+        # A kill between the two renames below has left the earlier folder under this name.
+        if old.is_dir() and not os.path.lexists(target):
+            os.rename(old, target)
     new.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield new
@@ -344,8 +348,7 @@ def replacing(
         if give_name is not None or not os.path.isdir(target):
             (give_name or os.replace)(str(new), target)
         else:
-            old = Path(f"{new}.old")  # a folder cannot be renamed onto another one
-            _remove(old)
+            _remove(old)  # a folder cannot be renamed onto another one
             os.rename(target, old)
             os.rename(new, target)
             _remove(old)

@@ -125,7 +125,7 @@ def features(
     with about("model"):
         model = described_model(section(configuration, "model"))
     with about("projector"):
-        projector = _projector(configuration, samples, model, fits) if like is None else None
+        projector: Any = _projector(configuration, samples, model, fits) if like is None else None
     with about("featurize"):
         options = section(configuration, "featurize")
         require_keys(options, td.featurize, 3)
