@@ -187,7 +187,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
                 "expected embeddings by the loaded checkpoint, got those by other weights; try "
                 "traker.task.get_embeddings(...) again after each load_checkpoint",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,  # the caller of TRAKer.featurize
             )
         self._is_new_checkpoint = False
         # 2. The gradients, by one of three engines.
