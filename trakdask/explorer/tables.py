@@ -157,10 +157,9 @@ class SampleTable:
     def _outputs(self) -> tuple[np.ndarray, np.ndarray]:
         """Output and Q of all samples, both (sample, checkpoint)."""
         q = self.features["out_to_loss"].data
+        # Without outputs, NaN in the same blocks.
         output, q = compute(
-            # Without outputs, NaN in the same blocks.
-            self.features[OUTPUT].data if OUTPUT in self.features else np.nan * q,
-            q,
+            self.features[OUTPUT].data if OUTPUT in self.features else np.nan * q, q
         )
         return np.asarray(output, np.float64), np.asarray(q, np.float64)
 
