@@ -113,6 +113,17 @@ def test_replacing__a_folder_whole_or_not_at_all(tmp_path: Path, name: str) -> N
     assert os.listdir(target.parent) == ["f"]
 
 
+def test_replacing__a_folder_that_a_kill_left_between_two_names(tmp_path: Path) -> None:
+    target, partial = tmp_path / "f", tmp_path / ".f.partial"
+    (tmp_path / ".f.partial.old").mkdir()
+    with replacing(target, partial=partial) as path:
+        assert target.is_dir()  # the earlier one, until the new one is complete
+        path.mkdir()
+        (path / "new").touch()
+    assert os.listdir(tmp_path) == ["f"]
+    assert os.listdir(target) == ["new"]
+
+
 def test_create__only_once(folder: Folder) -> None:
     folder.create("a", b"first")
     with pytest.raises(FileExistsError):

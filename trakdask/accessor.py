@@ -10,6 +10,8 @@ from typing import Any
 
 import xarray as xr
 
+# Names are looked up in a call only: this module is a part of the import of `trakdask`, and the
+# functions behind the names need torch.
 import trakdask as td
 
 _OF_SCORES = ("top_k", "to_zarr", "to_parquet")
@@ -39,6 +41,8 @@ class Accessor:
         return f"<trakdask: {', '.join(map('.trak.{}()'.format, dir(self)))}>"
 
     def __getattr__(self, name: str) -> Any:
+        # A copy or a pickle asks for such names before there is `_data`, for which `dir(self)`
+        # would ask again, without end.
         if name.startswith("_") or name not in dir(self):
             raise AttributeError(f"expected a method as in dir(data.trak), got {name!r}; try td")
         return MethodType(getattr(td, name), self._data)

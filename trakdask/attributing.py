@@ -76,6 +76,7 @@ def attribute(
     """
     where: dict[str, Any] = {"storage_options": storage_options, "progress": progress}
     projector = fit(train, model, store=store, **where, **options)
+    # The fit takes gradients, too, and these options say how; the others are its own.
     of_features = {name: options[name] for name in _OF_FEATURES if name in options}
     features = save(featurize(train, model, projector, **of_features), store, **where)
     targets = featurize(test, model, like=features, **of_features).persist()

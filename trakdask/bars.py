@@ -21,6 +21,8 @@ _EARLIEST_S = 10.0
 _SHARE = 20
 """Times as long as counting takes, the bar waits."""
 
+# Of the process and not of the context: threads of Dask run tasks without the context of the `with`
+# body that shows a bar.
 _SHARES: dict[str, dict[str, float]] = {}
 """How much of each block is computed, by the names of the graphs whose blocks a bar counts."""
 
@@ -36,6 +38,7 @@ def counted(graph: str) -> str:
         return ""
     if graph not in graphs:
         graphs.append(graph)
+    # Tasks may come before the first count: of graphs that are not in here, nothing is noted.
     _SHARES.setdefault(graph, {})
     return graph
 
@@ -50,6 +53,7 @@ def note_share(graph: str, what: str, share: float) -> None:
     """Tell the bar that counts the blocks of a graph how much of one of them is computed."""
     from distributed import get_worker
 
+    # On a worker the bar is in another process. Elsewhere `get_worker` raises a ValueError.
     with suppress(ValueError):
         get_worker().log_event(_COMPUTED, (graph, what, share))
     _note_here(graph, what, share)
@@ -68,6 +72,7 @@ def duration(seconds: float) -> str:
     >>> duration(0.123), duration(48.3), duration(300), duration(8000)
     ('0.12 s', '48 s', '5 min', '2.2 h')
     """
+    # A unit is used from one and a half of it on: 80 seconds are said as such, not as 1.3 minutes.
     units = ("h", 3600), ("min", 60), ("s", 0.0)
     unit, size = next((unit, size or 1) for unit, size in units if seconds >= 1.5 * size)
     value = seconds / size
@@ -105,6 +110,7 @@ def polled_bar(
                     _log.info("could not count the completed work: %s", err)
                 wait = max(_INTERVAL_S, _SHARE * (time.monotonic() - start))
 
+        # A thread, because this one waits for Dask in the `with` body.
         poller = threading.Thread(target=poll, daemon=True)
         poller.start()
         try:
@@ -140,6 +146,8 @@ def block_bar(
     say, begun = list[Callable[[str], object]](), list[tuple[float, float]]()
 
     def count() -> float:
+        # A copy: threads of tasks add blocks meanwhile. Skipped ones have no name. They are done,
+        # but say nothing about the time of a block.
         blocks = [pair for graph in graphs for pair in [*_SHARES[graph].items()]]
         done, computed = (sum(x for what, x in blocks if what or all_) for all_ in (True, False))
         now = time.monotonic()

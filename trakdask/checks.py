@@ -24,6 +24,7 @@ def shown(value: object) -> str:
     >>> len(shown(list(range(1000)))) < 80
     True
     """
+    # Stops after a few elements. The `repr` of a list of a million numbers takes 0.2 s.
     text = reprlib.repr(value) if isinstance(value, (list, dict, set, tuple)) else repr(value)
     text = " ".join(text.split())
     return text if len(text) <= 80 else f"{text[:76]} ..."
@@ -59,6 +60,7 @@ def require_integer(
     ValueError: expected k >= 1, got 0; try k=10
     """
     try:
+        # Unlike `int`, this refuses 2.5 and "2". A bool is an int to Python.
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
@@ -88,6 +90,7 @@ def require_number(name: str, value: object, *, high: float = math.inf, remedy: 
     """
     try:
         number = float(value)  # type: ignore[arg-type]
+    # An integer of Python may be larger than any float.
     except (TypeError, ValueError, OverflowError):
         number = None
     if number is None or isinstance(value, (bool, str, bytes)):
@@ -175,6 +178,7 @@ def import_callable(path: str, name: str) -> Callable[[], Any]:
     """
     try:
         imported = pkgutil.resolve_name(path)
+    # A ValueError is about the form of the name, a TypeError about a value that is no text.
     except (ImportError, AttributeError, TypeError, ValueError) as err:
         remedy = "the callable itself, or an installed module that every worker can import"
         if isinstance(err, AttributeError) and (close := nearest(err.name, dir(err.obj))):

@@ -97,20 +97,23 @@ def update_derived(
     Where scores will be an error anyway (a gram matrix that is not finite, or 0, has no λ), this is
     logged and none stored, unless λ is to be chosen anew: the features are still worth their store.
     """
+    # 1. The new state begins without sums. Whatever still holds is put back below, by its metadata:
+    # its chunks are in the store already.
     for name in DERIVED:
         group.arrays.pop(name, None)
     if estimator is None:
         return
-    gram_stays = _update_sums(before, group, estimator, retries)
+    # 2. Sums, and what follows from them.
+    stays = _update_sums(before, group, estimator, retries)
     p = group.arrays[GRAM]["shape"][0]
     if p > MOST_DIM and not anew:
         return
     try:
-        stays = gram_stays
         if p > LEAST_DIM:
-            stays = _update_factors(before, group, estimator, gram_stays, retries)
+            stays = _update_factors(before, group, estimator, stays, retries)
         chosen_by = None if calibrate is None else str(calibrate.attrs.get("source", ""))
         stored = before.arrays.get(DAMPING, {})
+        # 3. λ stays with the sums that it was chosen from.
         is_same = stored and stays and before.checkpoints == group.checkpoints
         if is_same and (not anew or stored["attributes"]["chosen_by"] == chosen_by):
             group.arrays[DAMPING] = stored
@@ -123,6 +126,7 @@ def update_derived(
         if anew:
             raise
         _log.warning("λ and the eigenvectors of the gram matrix were not stored: %s", err)
+        # The first of these may be stored, and the others not.
         for name in (*_FACTORS, DAMPING):
             group.arrays.pop(name, None)
 
@@ -136,6 +140,8 @@ def _update_sums(before: Group, group: Group, estimator: GramEstimator, retries:
     ds = assembled(group)
     attrs, n_appended = estimator.attrs(ds), group.n_samples - before.n_samples
     appended = ds.isel({SAMPLE: slice(ds.sizes[SAMPLE] - n_appended, None)})
+    # 1. Which of the stored sums are of all earlier samples. After a drop they are of more than are
+    # left, which the number of samples tells.
     about = {**attrs, "n_samples": ds.sizes[SAMPLE] - n_appended}
     reusable = []
     for name in estimator.sums:  # a sum over these samples, and checkpoints if it pools them
@@ -143,11 +149,15 @@ def _update_sums(before: Group, group: Group, estimator: GramEstimator, retries:
         same = ["n_samples", "gram_weights", *["pooled_checkpoints"] * (name == LOSS_GRADIENT)]
         if all(key in stored and stored[key] == about[key] for key in same):
             reusable.append(name)
+    # 2. Their metadata. Where checkpoints were added and no samples, an array grows, and the chunks
+    # that it has stay as they are.
     sizes = {**ds.sizes, PROJ_DIM_1: ds.sizes[PROJ_DIM]}
     for name in estimator.sums:
         stays = name in reusable and not n_appended
         dtype = _dtype(name, ds.feature.dtype, before if stays else None)
         group.add(name, sizes, dtype, grows=stays, attrs=attrs)
+    # 3. A checkpoint at a time, each with the sums that can only be reduced from all samples, and
+    # those to which the appended ones are added.
     for index, checkpoint in enumerate(group.checkpoints):
         old = reusable if checkpoint in before.checkpoints else []
         new = [name for name in estimator.sums if name not in old]
@@ -178,6 +188,7 @@ def _update_factors(
     """Store the eigenvectors of the gram matrices that lack them; return whether some stay."""
     ds, stays = assembled(group), gram_stays and EIGENVECTORS in before.arrays
     n = ds[GRAM].attrs["n_samples"]
+    # Of few samples, only the eigenvectors whose eigenvalues may differ from 0.
     k = component_count(estimator.rank(n, ds), ds.sizes[PROJ_DIM], ds.feature.dtype)
     for name in _FACTORS:
         dtype = _dtype(name, ds.feature.dtype, before if stays else None)

@@ -18,6 +18,7 @@ __all__ = [
 ]
 
 _shown: set[Hashable] = set()
+# Reentrant: a hook that shows warnings may come back here in the same thread.
 _showing = threading.RLock()
 
 

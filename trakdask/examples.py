@@ -233,6 +233,7 @@ def digits_checkpoints(
     images, labels = train.image.values, train.label.values
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    # A lambda is named "<lambda>", and not every file system takes these signs.
     name = getattr(build, "__name__", type(build).__name__).strip("<>")
     settings = f"{name}-e{epochs}-t{n_target}-s{seed}"
     paths = [folder / f"{settings}-c{index}.pt" for index in range(n_checkpoints)]
@@ -336,6 +337,7 @@ def train_classifier(
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        # No devices: else torch would ask all GPUs for their states, which takes memory of each.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = build().train()
@@ -384,6 +386,7 @@ def iris_features() -> tuple[xr.Dataset, xr.Dataset]:
     from sklearn.datasets import load_iris  # optional dependency: only the examples need it
 
     bunch = load_iris()
+    # The irises are sorted by species, and the last 30 are to be the targets.
     order = np.random.default_rng(0).permutation(150)
     x = ((bunch.data - bunch.data.mean(0)) / bunch.data.std(0)).astype(np.float32)[order]
     label = bunch.target.astype(np.int64)[order]
@@ -392,6 +395,7 @@ def iris_features() -> tuple[xr.Dataset, xr.Dataset]:
         from_arrays({"x": x[rows]}, coords={"label": label[rows], "species": species[rows]})
         for rows in (slice(120), slice(120, 150))
     )
+    # Five: from so many checkpoints on, scores have intervals.
     states = [
         train_classifier(_perceptron, x[:120], label[:120], seed=seed, epochs=20, lr=0.03)
         for seed in range(5)

@@ -98,6 +98,7 @@ def active_client() -> Client | None:
     """
     if "distributed" not in sys.modules:  # dask would import it to ask
         return None
+    # With a client, Dask's scheduler is the bound method `get` of it.
     client = getattr(get_scheduler(), "__self__", None)
     if client is None:
         return None
@@ -105,6 +106,7 @@ def active_client() -> Client | None:
 
     if not isinstance(client, Client):
         return None
+    # Of an asynchronous client the registration would be a coroutine that nobody awaits.
     if client not in _KNOWN and not client.asynchronous:
         _KNOWN.add(client)
         client.register_plugin(gradients_to_gpus())
@@ -158,6 +160,8 @@ def n_slots(resources: Mapping[str, int] | None = None) -> int:
 
 def _slots(worker: Mapping[str, Any], resources: Mapping[str, int]) -> int:
     available = worker["resources"]
+    # A worker runs a task per thread, and no more than its resources allow. A resource that it does
+    # not declare is 0.
     fits = (int(available.get(name, 0) // amount) for name, amount in resources.items())
     return int(min((worker["nthreads"], *fits)))
 
@@ -239,6 +243,7 @@ def _wait_for_others() -> None:
     random numbers of torch that whoever called has for its own, and a retry would begin them twice.
     """
     with _CHANGED:
+        # Not those that begin later: they are of another computation, and there may always be one.
         now = set(_AT_WORK)
         _CHANGED.wait_for(lambda: not now & _AT_WORK)
 

@@ -40,6 +40,7 @@ _ZARR, _PARQUET = "zarr.json", "unfinished.parquet"
 """The files that have this content."""
 _METADATA = "trakdask"
 """Key of the metadata of each parquet file that to_parquet writes."""
+# As many rows as pyarrow puts into a row group, so that each part of a file is one.
 _ROWS_AT_ONCE = 2**20
 
 
@@ -90,6 +91,8 @@ def to_zarr(
         )
     ds = data.to_dataset(name=data.name or "score") if isinstance(data, xr.DataArray) else data
     _require_size(ds, ds.nbytes, max_bytes)
+    # 1. Chunks as zarr has them, and no task that would not fit. Random digits of a float do not
+    # compress: of Gaussian numbers, zstd saves 8 %.
     encoding = {
         str(n): {"compressors": None} for n, v in ds.data_vars.items() if v.dtype.kind == "f"
     }
@@ -102,6 +105,7 @@ def to_zarr(
     )
     # The encoding of a coord says how another store has it, which need not fit here.
     marked = _with_equal_chunks(ds).drop_encoding().assign_attrs(_WRITER)
+    # 2. All metadata, and the coords that are in memory.
     with _replacing(store, _ZARR, overwrite=overwrite) as folder:
         # Of a local path zarr would take "a::b" for a chain of protocols.
         place = LocalStore(folder.url) if folder.is_local else folder.url
@@ -113,6 +117,7 @@ def to_zarr(
             # xarray warns about a store without consolidated metadata, zarr about one with them.
             warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
             zarr.consolidate_metadata(place, zarr_format=3)
+        # 3. The group cannot be opened while its chunks are written.
         metadata = folder.read(_ZARR)
         folder.write(_ZARR, _UNFINISHED)
         chunks.compute()
@@ -121,6 +126,7 @@ def to_zarr(
 
 def _with_equal_chunks(ds: xr.Dataset) -> xr.Dataset:
     """Return results with chunks that zarr has: chunks of an appended store may differ in size."""
+    # All chunks of zarr along a dimension are equal, but the last may be smaller.
     chunks = {
         dim: max(sizes)
         for dim, sizes in ds.chunks.items()
@@ -181,6 +187,7 @@ def to_parquet(
     coords = (str(name) for name, coord in ds.coords.items() if coord.ndim and name not in dims)
     columns = [*dims, *map(str, ds.data_vars), *coords]
     dtypes = [ds[name].dtype for name in columns]
+    # A text is a position in the words of its column, int32.
     width = sum(4 if dtype.kind in "OTU" else dtype.itemsize for dtype in dtypes)
     _require_size(ds, width * math.prod(ds.sizes.values()), max_bytes)
     # The numbers of blocks, and positions where there are no labels.
@@ -194,6 +201,7 @@ def to_parquet(
     attrs = {_METADATA: json.dumps(as_values(ds.attrs), default=str)}
     with _replacing(path, _PARQUET, overwrite=overwrite) as folder:
         write = functools.partial(_write_file, folder, dims, columns, attrs)
+        # Blocks are mapped for what they write. What they return is a single number for each.
         shape = [len(ds.chunksizes[dim]) for dim in dims]
         written = xr.DataArray(da.zeros(shape, chunks=1), dims=dims)
         xr.map_blocks(write, numbered, template=written).compute()
@@ -211,6 +219,7 @@ def _require_memory(ds: xr.Dataset, row_bytes: int) -> None:
     n_bytes = sum(n * ds[name].dtype.itemsize for name, n in counts.items())
     dims = next(iter(ds.data_vars.values())).dims
     sizes = [block[dim] for dim in dims]
+    # `_write_file` takes a target at least, even if it has more rows.
     n_rows = min(math.prod(sizes), max(_ROWS_AT_ONCE, math.prod(sizes[1:])))
     execution.require_memory(
         tabled(n_bytes, n_rows, row_bytes, n_texts),
@@ -277,6 +286,7 @@ def _free_folder(path: str | os.PathLike[str], marker: str, *, overwrite: bool) 
     with suppress(OSError, ValueError, KeyError):  # neither a result of ours, nor a part of one
         if names and (marker == _ZARR or marker in names):
             is_ours = _WRITER.items() <= folder.read_json(marker)["attributes"].items()
+        # A result that was completed has no marker. Any of its files says who wrote it.
         elif names:
             with folder.open(names[-1]) as file:
                 is_ours = _METADATA.encode() in (pq.read_schema(file).metadata or {})

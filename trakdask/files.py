@@ -63,6 +63,7 @@ class Folder:
         url = location(path)
         if not isinstance(options, Mapping | None):
             raise TypeError(f"expected storage_options by name, got {options!r:.60}; try {{}}")
+        # Without a slash at its end, but the root of a file system is only a slash, or "memory://".
         folder = cls(url if url.endswith("://") else url.rstrip("/") or "/", options or {})
         if folder.url.startswith(("http://", "https://")):
             raise ValueError(
@@ -94,6 +95,7 @@ class Folder:
             if self.is_local:  # fsspec takes eight times as long
                 names = os.listdir(path)
             else:
+                # In a chain of protocols, fsspec gives UNCACHED to the first alone.
                 fs.invalidate_cache()
                 paths = (inside.rstrip("/") for inside in fs.ls(path, detail=False))
                 names = [inside.rpartition("/")[2] for inside in paths if inside != path]
@@ -193,6 +195,8 @@ class Folder:
             return
         for tries_left in range(9, -1, -1):
             try:
+                # A link, unlike a rename, fails if there is a file of that name: of several
+                # processes one succeeds.
                 with replacing(f"{path}/{name}", durable=True, give_name=os.link) as partial:
                     partial.write_bytes(data)
                 return
@@ -210,6 +214,8 @@ class Folder:
         options = {**UNCACHED, **self.options}
         if self.is_local:  # whose name may look like anything, such as a chain of protocols
             return fsspec.filesystem("file", **options), self.url
+        # At each call, since a folder is pickled with tasks; fsspec keeps one instance for the same
+        # options.
         fs, path = fsspec.core.url_to_fs(self.url, **options)
         return fs, path.rstrip("/")
 
@@ -323,20 +329,26 @@ def replacing(
     give_name
         Function that gives the name; by default one that replaces a file or folder.
     """
+    # Beside the target, because a rename is atomic only within a file system.
     target, new = os.fspath(path), Path(partial or f"{os.fspath(path)}.{uuid4().hex}.partial")
+    old = Path(f"{new}.old")
     if partial is not None:
         _remove(new)
+        # A kill between the two renames below has left the earlier folder under this name.
+        if old.is_dir() and not os.path.lexists(target):
+            os.rename(old, target)
     new.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield new
+        # Else a rename may reach the disk before the content, and a power failure leave an empty
+        # file.
         if durable:
             with builtins.open(new, "r+b") as file:
                 os.fsync(file.fileno())
         if give_name is not None or not os.path.isdir(target):
             (give_name or os.replace)(str(new), target)
         else:
-            old = Path(f"{new}.old")  # a folder cannot be renamed onto another one
-            _remove(old)
+            _remove(old)  # a folder cannot be renamed onto another one
             os.rename(target, old)
             os.rename(new, target)
             _remove(old)

@@ -18,13 +18,17 @@ def gradients_to_gpus() -> SchedulerPlugin:
     """Return a plugin for the scheduler, which need not have trakdask: it is sent by value."""
     from distributed.diagnostics.plugin import SchedulerPlugin
 
+    # In a function, because cloudpickle sends a class of a module by its name alone.
     class GradientsToGPUs(SchedulerPlugin):
         name = "trakdask-gradients-to-gpus"
+        # Each client registers it, and the first is enough.
         idempotent = True
 
         def update_graph(self, scheduler: Any, *, tasks: Any, **_: Any) -> None:
             if not any(worker.resources.get("GPU") for worker in scheduler.workers.values()):
                 return  # they would wait for one
+            # Dask calls this before it schedules the graph, when new tasks are "released". In any
+            # other state a task is of an earlier graph, and the scheduler may have placed it.
             for key in tasks:
                 task = scheduler.tasks[key]
                 if task.state == "released" and GRADIENTS in str(key) and ON_CPU not in str(key):

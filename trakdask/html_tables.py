@@ -38,6 +38,7 @@ class HtmlTable:
             fields = [field for field in dataclasses.fields(self) if field.repr]
             values = {field.name: getattr(self, field.name) for field in fields}
             optional = {field.name for field in fields if field.kw_only}
+        # An option at None asks for nothing.
         shown = {n: repr(x) for n, x in values.items() if x is not None or n not in optional}
         what = (inspect.getdoc(kind) or "").partition("\n")[0]
         return html_table(f"{kind.__name__}: {what}" if what else kind.__name__, shown)

@@ -40,6 +40,8 @@ def instructions(code: CodeType) -> str:
     True
     """
     lines = []
+    # `co_code` itself has positions in tables of constants and names, which change with any other
+    # constant.
     for step in dis.get_instructions(code):
         value: Any = step.argval
         if isinstance(value, frozenset):  # whose order differs between processes

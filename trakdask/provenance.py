@@ -56,6 +56,8 @@ def spec(ds: xr.Dataset) -> dict[str, Any]:
     values = as_values(ds.attrs)
     attrs = {name: values[name] for name in (*STORE_SPEC, TASK_FIELDS) if name in values}
     names = checkpoint_names(ds) if CHECKPOINT in ds.coords else []
+    # Unfitted features have no `fit`. An attr that lacks one of the names stays as it is, for the
+    # comparison to find.
     for field in BY_CHECKPOINT:
         if set(names) <= set(attrs.get(field, ())):
             attrs[field] = {name: attrs[field][name] for name in names}
@@ -72,6 +74,7 @@ def as_text(attrs: Mapping[str, Any]) -> dict[str, Any]:
     """
     texts: dict[str, Any] = {}
     for name, value in attrs.items():
+        # A list of numbers is an array to netCDF; netCDF 3 has no arrays of texts.
         is_list = isinstance(value, list) and value and isinstance(value[0], str)
         if isinstance(value, Mapping) or is_list:
             texts[name] = json.dumps(value)
@@ -97,6 +100,7 @@ def as_values(attrs: Mapping[Any, Any]) -> dict[Any, Any]:
     values = dict(attrs)
     for name, text in attrs.items():
         if isinstance(text, str) and text.startswith("{"):
+            # A text in braces that nobody wrote as JSON stays a text, such as a formula.
             with contextlib.suppress(ValueError):
                 values[name] = json.loads(text)
     return values
@@ -136,6 +140,7 @@ def require_same(
             got, wanted = _settings(actual[TASK_FIELDS]), _settings(expected[TASK_FIELDS])
             if _plain(got) == _plain(wanted):
                 continue
+        # Which names differ says more than the first checkpoint that one side lacks.
         if name in BY_CHECKPOINT and {*(got or ())} != {*(wanted or ())}:
             key, got, wanted = " (their names)", list(got or ()), list(wanted or ())
         else:
@@ -193,6 +198,7 @@ def require_comparable(features: xr.Dataset, other: xr.Dataset, name: str = "tar
     )
     if COLUMN in features.coords and COLUMN in other.coords:
         ours[COLUMN], theirs[COLUMN] = (ds[COLUMN].values.tolist() for ds in (features, other))
+    # 1. The text of a task has the names of its variables, which may differ.
     tasks = [_plain(_defining(attrs.get(TASK_FIELDS))) for attrs in (theirs, ours)]
     if TASK_FIELDS in ours and tasks[0] == tasks[1]:
         theirs["task"] = ours["task"]

@@ -177,6 +177,7 @@ def save(
 
     def derive(before: Group, group: Group) -> None:
         is_same = (group.n_samples, group.checkpoints) == (before.n_samples, before.checkpoints)
+        # With `estimator=None`, sums that are stored stay as long as they are of all samples.
         kept = asked or (estimator_of(before) if is_same else None)
         if isinstance(kept, Soft):  # features, appended or of the store, have none
             kept = replace(kept, wrong_classes=WRONG_CLASSES in group.arrays)
@@ -189,6 +190,7 @@ def save(
             f"expected all blocks in the store {folder.url!r}, but the samples of {lost} still "
             "lack some; these features were saved, now try td.save with the others"
         )
+    # The store has the fit, so that the copy beside it is of no more use.
     if any(name in features for name in FITTED):
         kept_beside(folder).remove()
     return open(store, storage_options=storage_options)
@@ -209,6 +211,8 @@ def checked_options(features: xr.Dataset, options: Mapping[str, Any]) -> GramEst
             f"anew, got {estimator}; try {estimator.with_damping('auto')} here, and the damping "
             "in td.score"
         )
+    # A selection of columns does not select those of square matrices, whose second axis has another
+    # name.
     p = features.sizes[PROJ_DIM]
     if (both := features.sizes.get(PROJ_DIM_1, p)) != p:
         raise ValueError(
@@ -334,6 +338,7 @@ def drop(
         if where is not None or not erase:
             chosen = _chosen(open(store, storage_options=storage_options), where)
             before, mask = copy.deepcopy(group), dropped_mask(group)
+            # `chosen` counts the samples that were left, and the mask all that the store has.
             mask[np.flatnonzero(~mask)[chosen]] = True
             if chosen.any():
                 group.write_variables({DROPPED: xr.Variable(SAMPLE, mask)})

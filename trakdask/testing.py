@@ -57,18 +57,18 @@ def simulate_features(
     data: dict[str, Any] = {}
     for item, name in enumerate(("feature", "output", "out_to_loss")):
         dims = VARIABLES[name].dims
-        array = da.map_blocks(
+        data[name] = da.map_blocks(
             functools.partial(_simulate_block, item, seed, proj_dim, n_samples, chunks),
             chunks=(by_block[0], (proj_dim,), by_block[1]) if item == 0 else by_block,
             name=f"{name}-simulated-{token}", meta=np.empty((0,) * len(dims), np.float32),
         )  # fmt: skip
-        data[name] = array
     of_checkpoints = {CHECKPOINT: [f"c{i}" for i in range(n_checkpoints)]}
     feature = xr.DataArray(data.pop("feature"), of_checkpoints, VARIABLES["feature"].dims)
     label = np.arange(n_samples) % 2
     ds = from_features(feature, "simulation", **data, coords={"label": label}, chunks=chunks)
     projector = {"kind": "simulated", "proj_dim": proj_dim}
     ds = ds.assign_attrs(as_text({"projector": projector}), task="simulated", source=token)
+    # As of a classifier, whose rule for λ is another one than that of features by other programs.
     ds.attrs["loss_kind"] = "cross-entropy"
     del ds.attrs["default_damping"]
     return ds
@@ -79,6 +79,8 @@ def _simulate_block(
 ) -> np.ndarray:
     """Draw the features of a block, its outputs and Q, one after the other; return one of them."""
     start, checkpoint = block_id[0], block_id[-1]
+    # Three graphs call this, and no task of one is part of another: what a block draws before its
+    # own numbers is drawn again.
     rng = np.random.default_rng([seed, start, checkpoint])
     n = min(chunks, n_samples - start * chunks)
     feature = rng.standard_normal((n, proj_dim, 1), dtype=np.float32)

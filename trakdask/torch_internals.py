@@ -80,6 +80,8 @@ def storage_of(value: Any) -> int:
     functorch = torch._C._functorch
     while isinstance(value, Tensor) and functorch.is_functorch_wrapped_tensor(value):
         value = functorch.get_unwrapped(value)
+    # A subclass such as a fake tensor has no memory, and a sparse tensor no storage: asking it for
+    # one is an error.
     if type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
         return 0
     with torch._C.DisableTorchFunction():  # our own modes, which look for such calls by a model
@@ -105,6 +107,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
         part._compiled_call_impl = None
         original = getattr(part, "_orig_mod", None)
         if isinstance(original, nn.Module):
+            # `__call__` and not `forward`, since it is what calls the hooks.
             part.forward = original.__call__
     return module
 

@@ -42,6 +42,7 @@ DERIVED = (GRAM, LOSS_GRADIENT, EIGENVALUES, EIGENVECTORS, DAMPING)
 N_SAMPLES = "n_samples"
 """In the attrs of derived arrays: of how many samples they are."""
 
+# Features in memory are divided, so that all threads work on them. At 1024 columns this is 16 MiB.
 _ROWS_OF_UNCHUNKED = 4096
 TARGET_PREFIX = "target_"
 """Prefix of the targets' coords in scores; xarray would drop a name that both sides share."""
@@ -169,6 +170,7 @@ def validate(ds: xr.Dataset, names: Iterable[str], *, what: str = "dataset") -> 
             )
     for name in names:
         _validate_variable(ds, VARIABLES[name], what)
+    # Scores and rankings take the coords of their samples along, which must not hide their own.
     of_results = {*VARIABLES, TARGET, RANK, CHECKPOINT, PROJ_DIM} - {"self_influence"}
     coords = (n for n, coord in ds.coords.variables.items() if coord.dims == (SAMPLE,))
     require_new(coords, of_results)
@@ -197,6 +199,8 @@ def _validate_variable(ds: xr.Dataset, variable: Variable, what: str) -> None:
     missing = [dim for dim in variable.dims if dim not in array.dims]
     others = [str(dim) for dim in array.dims if dim not in variable.dims]
     if missing or others:
+        # As many others as missing ones may have other names. If more are missing, a number has
+        # selected from one; if fewer, there is one too many.
         remedy = f"ds.rename({dict(zip(others, missing, strict=False))})"
         if len(missing) > len(others):
             remedy = f"ds.isel({missing[-1]}=[0]), with a list, which keeps the dimension"
@@ -245,6 +249,7 @@ def aligned(array: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: str) ->
     [2, 1]
     """
     for dim in set(array.dims) & set(array.indexes):
+        # To a side without labels, the labels 0, 1, ... are as good as none.
         labels, wanted = array.indexes[dim], to.indexes.get(dim, pd.RangeIndex(array.sizes[dim]))
         if labels.equals(wanted):
             continue
@@ -295,6 +300,7 @@ def require_alike(array: xr.DataArray, to: xr.Dataset | xr.DataArray, *, what: s
             "there is now: samples may have been selected, dropped or appended"
         )
     for name, coord in coords_along(array, *array.dims).items():
+        # A coord that the other side lacks agrees with itself.
         other = to.coords.variables.get(name, coord)
         is_alike = coord.sizes == other.sizes and name != "error"
         if is_alike and not coord.equals(other):  # lazy ones are compared by their names
@@ -347,6 +353,7 @@ def ordered(features: xr.Dataset) -> xr.Dataset:
 
     Matrices of which a store has the triangle, as ``xr.open_zarr`` shows them, are made whole.
     """
+    # Others, such as those of a fit, keep their places in between: checkpoints come last.
     order = (SAMPLE, SKETCH_DIM, PROJ_DIM, PROJ_DIM_1, COMPONENT, ..., CHECKPOINT)
     features = features.transpose(*order, missing_dims="ignore")
     upper = {n: a.variable for n, a in features.data_vars.items() if TRIANGLE in a.attrs}
@@ -377,6 +384,7 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
     data = {n: features.variables[n] for n in features.data_vars if n not in FITTED}
     others = {}
     for name, variable in data.items():
+        # An array of another package than Dask has chunks, too; see `plain`.
         is_lazy = variable.chunks is not None and isinstance(variable.data, da.Array)
         if not is_lazy or max(variable.chunksizes.get(CHECKPOINT, (1,))) > 1:
             chunks = {CHECKPOINT: 1}
@@ -385,6 +393,7 @@ def lazy_features(features: xr.Dataset) -> xr.Dataset:
             chunked = variable.chunk({d: n for d, n in chunks.items() if d in variable.dims})
             others[name] = chunked.copy(data=plain(chunked.data))
     lazy = features.assign(others) if others else features
+    # Blocks of samples as the tasks will have them, which can read coords of the same blocks only.
     sizes = next((v.chunksizes[SAMPLE] for v in (data | others).values() if SAMPLE in v.dims), ())
     coords = {name: v for name, v in lazy.coords.variables.items() if v.chunks is not None}
     loaded = {name: v.load() for name, v in coords.items() if not stays_in_store(v, sizes)}

@@ -112,6 +112,10 @@ def test_pairs__one_at_a_time_as_the_docs_of_the_original_do(tmp_path: Path) -> 
     assert np.isfinite(grads).all()
     assert grads.any(axis=1).all()
     assert not np.load(tmp_path / "0/out_to_loss.mmap").any()  # a single pair has no others
+    traker.load_checkpoint({name: 2 * x for name, x in model.state_dict().items()}, model_id=1)
+    with pytest.warns(UserWarning, match="get_embeddings") as caught:
+        traker.featurize(batches[0], num_samples=1)
+    assert caught[0].filename == __file__
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,7 @@ def init(
     """Write an example of a configuration, with comments, that works as it stands."""
     text = files("trakdask.command_line").joinpath("example.yaml").read_text("utf-8")
     with _reported(debug):
+        # "x" never overwrites a file.
         with about("init"), file.open("x", encoding="utf-8") as new:
             new.write(text)
         _say(f"{file} is written")
@@ -90,6 +91,7 @@ def plan(
 def featurize(file: File, settings: Settings = None, debug: Debug = False) -> None:
     """Fit the projector, and compute the features that the stores lack."""
     with _job(file, settings, debug) as values:
+        # Training samples are needed in any case, if only from their store; targets may come later.
         names = [name for name in ("data", "targets") if name in values or name == "data"]
         both = cli.jobs.described_or_stored(values, names)
         for name, features in cli.jobs.saved(values, both).items():
@@ -105,6 +107,7 @@ def top_k(file: File, settings: Settings = None, debug: Debug = False) -> None:
         output.print(cli.results.first_targets(ranking))
         if path is not None:
             _say(f"{path} is written")
+        # With --set, the file alone is another job; the one that was kept has the settings.
         job = kept(values["stores"]["train"]) if settings else file
         _say_next("Look at it in a browser", "explore", job or file)
 
@@ -174,16 +177,19 @@ def explore(
         stack.enter_context(cli.jobs.running(job))
         store, features, target_features, options = cli.jobs.explored(job, samples)
         given = {"model": model, "tokenizer": tokenizer, "preprocess": preprocess, "text": text}
+        # What is typed goes before what the configuration describes.
         for name, path in given.items():
             if path is not None:
                 with about(f"--{name} {path}"):
                     options[name] = import_callable(path, f"--{name}")
+        # A tokenizer also knows the text of a token.
         if hasattr(options.get("tokenizer"), "decode"):
             options.setdefault("text", options["tokenizer"])
         if model is not None:
             options["model"] = options["model"]()
         kept = Marks.beside(store) if marks is None else Marks(marks, store=store)
         explorer = td.explore(features, target_features, marks=kept, **options)
+        # Checked before a server starts or a file is written.
         with about("--view"):
             shown = explorer.checked(view)
         if save is not None:
@@ -222,6 +228,7 @@ def _reported(debug: bool) -> Iterator[None]:
     """Turn an error into a message and an exit code: 2 for the configuration, 1 for the job."""
     try:
         with warnings.catch_warnings():
+            # `catch_warnings` restores this function, too.
             warnings.showwarning = _show_warning
             yield
     except (typer.Exit, typer.Abort):

@@ -108,6 +108,7 @@ def require_keys(
     parameters = [*inspect.signature(function).parameters.values()][n_given:]
     named = [each for each in parameters if each.kind is not each.VAR_KEYWORD]
     names = [*(each.name for each in named), *more]
+    # A function that takes any keyword passes them on to one that checks them.
     is_checked_there = len(named) < len(parameters) and not more
     for name in () if is_checked_there else options:
         require_choice("a key", name, names, remedy="see `trakdask init`")
@@ -127,6 +128,7 @@ def require_form(key: str, value: object, *forms: type, remedy: str) -> None:
     TypeError
         If it has not; the message names the key, and the right form.
     """
+    # YAML reads "yes" as true, which is an integer to Python.
     if not isinstance(value, forms) or isinstance(value, bool):
         words = " or ".join(_FORMS[form] for form in forms)
         raise TypeError(f"expected {words} as {key}, got {shown(value)}; try {remedy}")
@@ -137,6 +139,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
     def construct_document(self, node: yaml.Node) -> Any:
         """Return the content, unless aliases and merges make it much larger than it looks."""
+        # Before it is made: ten aliases of ten aliases, a few levels deep, would fill the memory.
         if (size := _size(node, {})) > _MOST_VALUES:
             raise yaml.constructor.ConstructorError(
                 None, None, f"expected at most {_MOST_VALUES:,} values, with each alias written "
@@ -160,6 +163,7 @@ _MOST_VALUES = 1_000_000
 def _size(node: yaml.Node, sizes: dict[yaml.Node, float]) -> float:
     """Return how many values a node has, each alias written out; infinity within itself."""
     if node not in sizes:
+        # Until all of its parts are counted: whoever meets it before that is inside of it.
         sizes[node] = math.inf
         parts = node.value if isinstance(node, yaml.CollectionNode) else ()
         flat = itertools.chain(*parts) if isinstance(node, yaml.MappingNode) else parts
@@ -167,6 +171,7 @@ def _size(node: yaml.Node, sizes: dict[yaml.Node, float]) -> float:
     return sizes[node]
 
 
+# PyYAML follows YAML 1.1, where a number with an exponent needs a point, and 1e-3 is a text.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), "-+0123456789"
 )
@@ -188,6 +193,7 @@ def read(path: Path, settings: Iterable[str] = ()) -> Mapping[str, Any]:
                 f"expected sections such as data and model, got {shown(parsed)}; see `trakdask "
                 "init`"
             )
+        # A file that `keep` wrote beside a result says in which folder the job was.
         values = {_FOLDER: str(path.absolute().parent), **parsed}
         if (moved := _moved_folder(path.absolute(), parsed)) is not None:
             values[_FOLDER] = moved
@@ -209,6 +215,7 @@ def _moved_folder(path: Path, values: Mapping[str, Any]) -> str | None:
     sections = (values.get(name) for name in _KEYS)
     results = [r for s in sections if isinstance(s, dict) for r in s.values() if isinstance(r, str)]
     for result in map(Path, results):
+        # Its result is at the same relative path from the new folder as from the old one.
         if _FOLDER in values and path.name == f"{result.name}.yaml" and not result.is_absolute():
             folder = path.parents[len(result.parts) - 1]
             if (folder / result).exists():
@@ -247,6 +254,7 @@ def keep(configuration: Mapping[str, Any], written: str | os.PathLike[str]) -> N
             stacklevel=2,
         )
         return
+    # By its head a later call knows the file as one that it may replace.
     head = f"{_HEAD} {__version__}: the same command with this file repeats the job.\n"
     text = yaml.safe_dump(_without_secrets(configuration), sort_keys=False, allow_unicode=True)
     folder.write(name, (head + text).encode())

@@ -60,6 +60,8 @@ def running(configuration: Mapping[str, Any]) -> Iterator[None]:
     """Run the body in the folder of the configuration, on its cluster."""
     folder, options = configuration["folder"], section(configuration, "cluster")
     with ExitStack() as stack:
+        # The list itself, since other modules may hold it. Modules beside the file come first, then
+        # those of the folder in which the command was typed.
         stack.callback(sys.path.__setitem__, slice(None), list(sys.path))
         sys.path[:0] = [str(folder), os.getcwd()]
         with about("folder", "try an existing folder; by default it is that of the file"):
@@ -123,14 +125,14 @@ def features(
     with about("model"):
         model = described_model(section(configuration, "model"))
     with about("projector"):
-        projector: Any = None
-        if like is None:
-            projector = _projector(configuration, samples, model, fits)
+        projector: Any = _projector(configuration, samples, model, fits) if like is None else None
     with about("featurize"):
         options = section(configuration, "featurize")
         require_keys(options, td.featurize, 3)
         lazy = td.featurize(samples, model, projector, like=like, **options)
     described = section(configuration, "projector")
+    # The components of a fit that has not run: their number is that of the columns, and is all that
+    # a plan needs.
     has_components = described.get("components", True)
     if described.get("kind") == _FIT and has_components and not fits:  # its columns
         from trakdask.projection.fitted import Components, Fitted
@@ -154,6 +156,7 @@ def _projector(
     described = section(configuration, "projector")
     if not described:
         return None
+    # Among the kinds in the message of an unknown one is "fit", which is handled below.
     kinds = {kind: getattr(projection, kind) for kind in _PROJECTORS}
     if described.get("kind") != _FIT:
         return of_kind(described, {_FIT: td.fit, **kinds})
@@ -162,6 +165,7 @@ def _projector(
         described["sketch"] = of_kind(dict(sketch), kinds)
     if not fits:
         return described.get("sketch", sketch_of(model.shapes))
+    # The store, so that a job that goes on takes the fit from there.
     options: dict[str, Any] = {"store": section(configuration, "stores")["train"], **described}
     options["storage_options"] = section(configuration, "save").get("storage_options")
     of_features = section(configuration, "featurize")
@@ -175,6 +179,7 @@ def described_model(options: dict[str, Any]) -> td.Model:
     checkpoints, task = options.get("checkpoints") or [], options.get("task")
     remedy = "checkpoints: checkpoints/*.pt"
     require_form("checkpoints", checkpoints, str, list, dict, remedy=remedy)
+    # Else a mapping of names to files, which `td.Model` takes as it is.
     if isinstance(checkpoints, dict) and "function" in checkpoints:
         require_keys(checkpoints, called)
         options["checkpoints"] = called(**checkpoints)
@@ -195,6 +200,7 @@ def described_or_stored(
     """
     options, stores = section(configuration, "save"), section(configuration, "stores")
     with about("save"):
+        # Options of the estimator have their own check, with the features.
         others = {name: v for name, v in options.items() if name not in OF_ESTIMATORS}
         require_keys(others, td.save, 2)
     both: dict[str, xr.Dataset] = {}
@@ -202,6 +208,7 @@ def described_or_stored(
         store: Any = stores.get(STORES[name])
         with about(f"stores.{STORES[name]}"):
             if name in configuration:
+                # Raises an error if something else is there, before hours of gradients.
                 existing(Folder.at(store, options.get("storage_options")))
                 both[name] = features(configuration, name, both.get("data"))
                 with about("save"):
@@ -221,6 +228,7 @@ def saved(
         if name in configuration:
             of_store = with_estimator(options, lazy)
             if name == "targets":
+                # No score asks for sums over targets.
                 of_store["estimator"] = None
             results[name] = td.save(lazy, stores[STORES[name]], **of_store)
             keep(configuration, stores[STORES[name]])
@@ -247,6 +255,7 @@ def explored(
             if text is None and name in configuration:
                 contents[name] = samples_of(section(configuration, name))
     for name, content in contents.items():
+        # Stores from which samples were dropped have fewer than their sections describe.
         if content is not None and content.sizes.get("sample") != stored[name].sizes["sample"]:
             whole = td.open(
                 stores[STORES[name]], dropped=True, load_coords=False,
@@ -255,6 +264,7 @@ def explored(
             if content.sizes.get("sample") == whole.sizes["sample"]:
                 contents[name] = content.isel(sample=~whole["dropped"].values)
     if "data" not in configuration:
+        # Not in attrs, which `to_zarr` and others would write.
         stored["data"].encoding["job"] = kept(stored["data"].encoding["source"])
     options: dict[str, Any] = {"samples": contents["data"], "target_samples": contents["targets"]}
     if "model" in configuration and contents["targets"] is not None:
@@ -277,6 +287,7 @@ def with_estimator(options: Mapping[str, Any], features: xr.Dataset) -> dict[str
     kind = estimators.kind_of(features, name)
     require_keys(fields, kind)
     estimator = kind(**fields)
+    # Held-out samples choose λ for the estimator that the other options make.
     if store is not None:
         fields["damping"] = td.damping(features, estimator, calibrate=td.open(store))
         estimator = kind(**fields)

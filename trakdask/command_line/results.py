@@ -45,6 +45,7 @@ def ranking(configuration: Mapping[str, Any]) -> tuple[xr.Dataset, str | None]:
     both = jobs.described_or_stored(configuration)
     _ranking(configuration, **both)  # raises errors before anything is computed
     ranking = _ranking(configuration, **jobs.saved(configuration, both))
+    # Lazy, it is computed twice: to be written, and the first targets to be printed.
     if ranking.nbytes < _IN_MEMORY:
         ranking = ranking.compute()
     if path is not None:
@@ -82,11 +83,12 @@ def evaluated(configuration: Mapping[str, Any]) -> Iterator[str]:
     both, options = jobs.described_or_stored(configuration), section(configuration, "evaluate")
     with about("evaluate"):
         train_fn: Any = options.pop("train_fn", None)
-        drawn = {name: options.pop(name) for name in _OF_SUBSETS if name in options}
+        drawn = {"n_subsets": 40} | {n: options.pop(n) for n in _OF_SUBSETS if n in options}
         require_keys(options, td.evaluate.retrain, 3, "train_fn", *_OF_SUBSETS)
         if train_fn is not None:
             train_fn = import_callable(train_fn, "train_fn")
-            masks = td.evaluate.subsets(both["data"], **{"n_subsets": 40, **drawn})
+            masks = td.evaluate.subsets(both["data"], **drawn)
+            # Without a store this is lazy, so that only the arguments are checked.
             td.evaluate.retrain(train_fn, masks, 1, **{**options, "store": None})
             require_form("store", options.get("store") or "", str, remedy="store: models")
         elif TRAINED_ON not in both["data"].variables:
@@ -102,7 +104,7 @@ def evaluated(configuration: Mapping[str, Any]) -> Iterator[str]:
         yield td.evaluate.cross_validate(train, targets, estimator).summary
     if train_fn is not None:
         scores = td.score(train, targets, estimator)
-        masks = td.evaluate.subsets(train, **{"n_subsets": 40, **drawn})
+        masks = td.evaluate.subsets(train, **drawn)
         outputs = td.evaluate.retrain(train_fn, masks, scores, **options)
         result = td.evaluate.lds(scores, masks, outputs).compute()
         low, high = result.interval.values

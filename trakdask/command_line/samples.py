@@ -66,6 +66,7 @@ def named(text: str) -> tuple[xr.Dataset, xr.Dataset | None]:
         The path of a zarr store, or ``"package.module:function"``: the function returns a Dataset
         or, as :func:`trakdask.examples.digits` does, a pair of them.
     """
+    # A folder may be named "a:b", and goes first.
     is_function = ":" in text and not is_url(text) and not Path(text).exists()
     samples = called(text) if is_function else opened_zarr(text, consolidated=False)
     training, targets = samples if isinstance(samples, tuple) else (samples, None)
@@ -86,6 +87,7 @@ def expanded(pattern: str) -> list[str]:
     ['model.pt']
     """
     require_form("source", pattern, str, remedy="source: rows/*.csv")
+    # One path stays as it is: whoever reads it says what is wrong with it.
     if not any(sign in pattern for sign in "*?["):
         return [pattern]
     system, paths = matching(pattern)
@@ -109,6 +111,7 @@ def _from_csv(
     for name, columns in variables.items():
         require_form(f"variables.{name}", columns, str, list, remedy=f"{name}: column")
     inputs = [[names] if isinstance(names, str) else names for names in variables.values()]
+    # Only columns that the model reads have to be numbers; the others are metadata.
     read = functools.partial(_read_csv, numbers=[*itertools.chain(*inputs)])
     rows = pd.concat(map(read, expanded(source)), ignore_index=True)
     for names in inputs:
@@ -173,6 +176,7 @@ def _arrays(key: str, described: Any) -> dict[str, np.ndarray]:
 
 def _array(name: str, path: str) -> np.ndarray:
     """Return the array of a ``.npy`` file, or of ``"train.npz:x"``; by default it has the name."""
+    # The last colon: a path may have others.
     path, _, member = path.rpartition(":") if ".npz:" in path else (path, "", name)
     loaded = _opened(path)
     if isinstance(loaded, np.ndarray):
@@ -195,6 +199,7 @@ def _array(name: str, path: str) -> np.ndarray:
 
 def _opened(path: str) -> Any:
     try:
+        # Of .npy files only the head is read here. In .npz files arrays cannot be mapped.
         return np.load(path, mmap_mode="r")
     except (EOFError, ValueError, BadZipFile) as err:
         raise ValueError(
@@ -208,6 +213,8 @@ def _from_zarr(store: str, group: str | None = None, **options: Any) -> xr.Datas
     opened = opened_zarr(store, group=group, **{"consolidated": False, **options})
     if not os.path.isdir(folder := os.path.join(store, group or "")):
         return opened
+    # Dask would name the arrays by the path: a store that was moved, or only touched, would seem to
+    # be another one.
     token = content_of_folder(folder)
     lazy = {str(n): known_by(token, str(n), x.data) for n, x in opened.items() if x.chunks}
     return opened.assign(

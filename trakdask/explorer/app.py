@@ -150,6 +150,7 @@ class Session(JSComponent):
         elif message["save"] == "html" and 'aria-busy="true"' in self.html:
             self._say(lambda: "This view is not complete yet; save it when it is.")
         else:
+            # A thread, because some of the answers are computed again.
             arguments = self.view, message["save"]
             threading.Thread(target=self._save, args=arguments, daemon=True).start()
 

@@ -64,6 +64,8 @@ class Computation:
     def compute(self, *lazy: Any) -> tuple[Any, ...]:
         """Return what ``dask.compute`` returns, unless the computation is abandoned."""
         self.require_wanted()
+        # On a cluster, `wait` looks every 0.2 s whether the answer is still wanted. A plain
+        # computation could not be left.
         if (client := active_client()) is not None:
             from distributed import futures_of
 
@@ -141,6 +143,7 @@ def persist(*lazy: da.Array) -> tuple[da.Array, ...]:
     This is part of the computation that is active in this thread.
     """
     if active_client() is None:
+        # With their old names: what is built upon them has the same tokens as before.
         pairs = zip(lazy, compute(*lazy), strict=True)
         return tuple(da.from_array(value, chunks=x.chunks, name=x.name) for x, value in pairs)
     from distributed import futures_of
@@ -169,6 +172,7 @@ def released_if_failed(array: xr.Dataset) -> bool:
     from distributed import futures_of
 
     futures = futures_of(array)
+    # "lost" is no failure: the cluster computes such a result once more.
     has_failed = any(future.status in ("error", "cancelled") for future in futures)
     if has_failed:
         _release(futures)

@@ -85,6 +85,7 @@ class Contents:
         variable = self.samples[name].variable
         shape, kind = variable.shape[1:], variable.dtype.kind
         sides = [size for size in shape if size >= _LEAST_SIDE]
+        # Grey, or with one or three channels, which come first or last.
         is_image = len(shape) == 2 or (len(shape) == 3 and {shape[0], shape[-1]} & {1, 3})
         if is_image and len(sides) == 2 and kind in "fiub":
             return "image"
@@ -104,11 +105,13 @@ class Contents:
             if not any(word in str(name).lower() for word in _NO_TEXT)
         ]
         named = [name for name in vectors if name.endswith("input_ids")]
+        # By the usual name, else by the model. Without either, any vector of integers may be text.
         return named or [name for name in self.inputs if name in vectors][:1] or vectors
 
     def _contents(self, name: str, kind: str, values: np.ndarray) -> list[str]:
         if kind == "image":
             colours = as_colours(list(values), self.normalize)
+            # The same for all images of a list, so that dark ones stay dark.
             limits = grey_limits(colours) or (0.0, 1.0)
             urls = [data_url(image, self.cmap, *limits) for image in colours]
             return [f'<img src="{url}" alt="image of the sample">' for url in urls]
@@ -138,6 +141,7 @@ def data_url(image: np.ndarray, cmap: str = "gray", low: float = 0, high: float 
     from matplotlib.image import imsave  # optional dependency
 
     buffer = io.BytesIO()
+    # An image of one grey has no range.
     high = high if high > low else low + 1
     imsave(buffer, np.nan_to_num(image), format="png", cmap=cmap, vmin=low, vmax=high)
     return f"data:image/png;base64,{b64encode(buffer.getvalue()).decode()}"

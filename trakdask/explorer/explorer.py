@@ -112,6 +112,7 @@ class Explorer(Questions):
         folder, _, name = location(path).rpartition("/")
         if os.path.isdir(f"{folder}/{name}"):
             raise ValueError(f"expected a file, got the folder {str(path)!r}; try 'view.html'")
+        # The folder of "/view.html" is an empty text.
         Folder.at(folder or "/").write(name, document(self, self.checked(view)).encode())
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
@@ -222,13 +223,16 @@ def explore(
             "expected Panel for the explorer, got no package of that name; try pip install "
             "'trakdask[explore]'"
         )
+    # 1. Whatever does not go together is an error here, and not on some page.
     validate(features, _NEEDED, what="features")
     validate(targets, _NEEDED, what="targets")
     require_comparable(features, targets)
     features, targets = ordered(features), ordered(targets)
     resolve(features, estimator)
+    # An empty Dataset where there are none, which is false.
     samples = _checked(samples, features, "samples")
     target_samples = _checked(target_samples, targets, "target_samples")
+    # 2. What pages can show: the contents of samples, their words, and targets on the spot.
     if text is not None:
         token_texts(text)  # which checks it, rather than a page
     has_words, known = bool(samples) and text is not None, samples or target_samples
@@ -252,6 +256,7 @@ def _words_of(
         return None
     words, first = partial(td.score_parts, model=model, text=text), {SAMPLE: [0]}
     try:
+        # Lazy: of one sample, only the checks run.
         words(features, features.isel(first), of=samples.isel(first), estimator="grad_dot")
     except (TypeError, ValueError):
         return None

@@ -153,6 +153,7 @@ def _templates() -> Environment:
         "condition": _condition, "number": number, "signed": signed, "value": value,
     }  # fmt: skip
     templates.tests["name"] = is_name
+    # What may change is a function: globals are values of the time when templates are loaded, once.
     templates.globals |= {
         "KINDS": KINDS, "LEVEL": LEVEL, "LISTS": LISTS, "MOST_BYTES": MOST_BYTES, "ROWS": ROWS,
         "count": count, "decimals": decimals, "has_terms": has_terms, "live": LIVE.get,
@@ -173,6 +174,7 @@ def _condition(x: Any, name: str) -> str:
     ('age != age', '', '')
     """
     x = value(x) if isinstance(x, pd.Timestamp) else getattr(x, "item", lambda: x)()
+    # x != x for NaN and NaT, as in the condition that finds them: no value equals these.
     if not is_name(name) or not (x != x or isinstance(x, (bool, int, float, str))):
         return ""
     return f"{name} == {x!r}" if x == x else f"{name} != {name}"

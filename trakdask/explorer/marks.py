@@ -161,6 +161,7 @@ class Marks:
         """
         if not self._done:
             return 0
+        # Only where the mark is still as this change has left it.
         done = self._done[-1]
         count = self._change(
             lambda marks: {k: old for k, (old, new) in done.items() if marks.get(k) == new}
@@ -218,6 +219,8 @@ class Marks:
             stored = self._opened(self.store)
             lazy = [ds[NORM].data for ds in (stored, features) if NORM in ds]
             norm, *others = compute(*lazy)
+            # Norms tell whether these are all samples of the store, with dropped ones, or all that
+            # are left.
             for rows in np.arange(len(norm)), np.flatnonzero(~stored["dropped"].values):
                 if others and np.array_equal(norm[rows], others[0], equal_nan=True):
                     return rows
@@ -267,6 +270,7 @@ class Marks:
         if not marked or not self._rows_of:
             return
         source, n = self._rows_of["source"], self._rows_of["samples"]
+        # An append adds its source to that of the store, after a plus sign.
         is_same = source == marked["source"] or source.startswith(f"{marked['source']} + ")
         if not is_same or n < marked["samples"]:
             raise ValueError(
@@ -313,6 +317,7 @@ def _keys(samples: Any, mark: str) -> list[tuple[int | str, str]]:
     _require_kind(mark)
     are_several = np.iterable(samples) and not isinstance(samples, str)
     ids = list(samples) if are_several else [samples]
+    # Also of lists of objects, where numpy would make texts of numbers beside texts.
     kind = pd.api.types.infer_dtype(ids, skipna=False)
     if kind not in ("integer", "string", "empty"):
         raise TypeError(
@@ -328,6 +333,7 @@ def _table(marks: Mapping[tuple[int | str, str], Mapping[str, str]]) -> pd.DataF
     _require_same_kind(samples)
     rows = [(mark, texts["label"], texts["note"]) for (_, mark), texts in marks.items()]
     table = pd.DataFrame(rows, columns=["mark", "label", "note"])
+    # Of no samples, numpy would make float64.
     is_text = samples and isinstance(samples[0], str)
     table.insert(0, SAMPLE, np.array(samples, object if is_text else np.int64))
     return table

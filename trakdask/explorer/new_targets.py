@@ -98,6 +98,7 @@ class TargetMaker:
             try:
                 values = np.array([float(number) for number in text.split(",")])
             except ValueError:
+                # Fails the next check, which has the message.
                 values = np.array(np.nan)
             if not (np.abs(values) < 2**53).all():  # above, not all integers are floats
                 raise ValueError(f"The {name} must be a number, not {text!r:.60}.")
@@ -113,6 +114,7 @@ class TargetMaker:
                 raise ValueError(f"The {name} must be a whole number from 0 to {most}.")
         # 3. Its features.
         arrays |= {n: x[None] for n, x in typed.items()}
+        # Single numbers become metadata, which pages show; tasks read coords, too.
         coords = {name: arrays.pop(name) for name, x in typed.items() if not x.ndim}
         samples = td.from_arrays(arrays, coords=coords)
         lazy = td.featurize(samples, self.model, like=self.features)[list(_ARRAYS)]
@@ -126,6 +128,7 @@ class TargetMaker:
         (chosen,) = compute(samples[[n for n in getattr(task, "inputs", ()) if n in samples]])
         arrays = {str(n): _array(str(n), x.values) for n, x in chosen.data_vars.items()}
         batch = td.tasks.Batch({n: torch.as_tensor(x) for n, x in arrays.items()})
+        # The checkpoints that scores are of: features may be a selection.
         known, names = self.model.checkpoints, checkpoint_names(self.features)
         with torch.no_grad():
             logits = [task.logits(self.model.forward(c), batch) for c in known if c.name in names]
@@ -140,6 +143,8 @@ class TargetMaker:
                 raise ValueError("Choose the file of an image.")
             image = decoded_image(content["image"])
             name = str(getattr(self.model.task, "image", "image"))
+            # A copy for the function of the user, which may change it; the thumbnail, too, is made
+            # in place.
             variables |= _by_name(self.preprocess(image.copy()), name, "preprocess")
             image.thumbnail((_SHOWN_PIXELS, _SHOWN_PIXELS))
             url = data_url(np.asarray(image) / 255)
@@ -233,6 +238,8 @@ def target_maker(
     if samples:
         model = model.for_variables({str(n): x.ndim for n, x in samples.variables.items()})
     projector_of(features)
+    # Features as the model would make them, if only their attrs: so the comparison is that of any
+    # two features.
     as_model = features.isel({SAMPLE: slice(0)}).assign_attrs(model.spec())
     require_comparable(features, as_model, name="the model's")
     return TargetMaker(model, features, tokenizer, preprocess)

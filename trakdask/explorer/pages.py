@@ -96,6 +96,7 @@ def checked(
 ) -> View:
     """Return a view with the error of its condition, for the form in which it is typed."""
     try:
+        # One row: whether the names are known does not depend on the others.
         condition_mask(table[:1], getattr(view, field), target)
     except ValueError as err:
         return view.replace(errors={**view.errors, field: plain_message(err)})
@@ -111,6 +112,7 @@ def _one(
     no such table, with the reason.
     """
     side, problem = questions.targets if name == "target" else questions.training, ""
+    # The order of all samples, unless the list is there, and has this one.
     listed = side.metadata.index
     try:
         found = table().index

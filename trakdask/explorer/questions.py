@@ -69,12 +69,14 @@ class Scorer:
         """Compute p² numbers per checkpoint, which stay with the features in memory, and λ."""
         if not isinstance(estimator, GramEstimator):
             return cls(features, estimator)
+        # 1. Gram matrix, eigenvectors and what λ needs go into memory: each later click uses them.
         features = lazy_features(features)
         features = with_decomposition(features, estimator.resolved(features).of_sums())
         wanted = {*DERIVED, "output", "out_to_loss"} - {LOSS_GRADIENT}
         names = [name for name in features if name in wanted]
         kept = zip(names, persist(*(features[name].data for name in names)), strict=True)
         features = features.assign({name: features[name].copy(data=data) for name, data in kept})
+        # 2. λ, once for all targets, and the power of Q.
         variance = arrays.weights.logit_variance(features.out_to_loss.data)
         chosen, variance = compute(td.damping(features, estimator), variance)
         # As in stores, so that one sample has the power of Q that all have.
@@ -120,6 +122,7 @@ class Scorer:
         sample = self.at([position]).features
         if isinstance(self.estimator, GramEstimator):
             one, rows = lazy_features(sample), lazy_features(targets)["feature"].data
+            # (K + λ)⁻¹ is symmetric: φ(z)ᵀ (K + λ)⁻¹ φ(t) is the product of φ(t) with the solved z.
             solved = solver(lazy_features(self.features), resolve(self.features, self.estimator))
             products = arrays.score.score(rows, solved.vectors(one), None)[:, 0]
             lazy = products * solved.weight(one).mean(axis=1)[0]
@@ -367,6 +370,7 @@ class Questions:
         # effects need many targets.
         block = min(view.target, max(len(self.targets.metadata) - _TARGETS_TOGETHER, 0))
         block //= _TARGETS_TOGETHER
+        # The mask as bytes, which `lru_cache` can compare.
         found = self._bounds(by, mask.tobytes(), block) if mask.any() else None
         # 2. One target of these.
         of_target = found and found.isel({TARGET: view.target - block * _TARGETS_TOGETHER})
@@ -403,6 +407,8 @@ class Questions:
         Columns as of :meth:`groups`: with checkpoints of halves, ``score`` is the effect on the
         mean loss. Else, it is the group's share of all scores, whose error is not known.
         """
+        # What does not change the answer is as by default, so that one answer serves all such
+        # views.
         return self._credits(view.replace(page="targets", first=0, sort="", ascending=False))
 
     def _credited(self, view: View) -> pd.DataFrame:
@@ -410,6 +416,7 @@ class Questions:
         selected = np.sort(self.targets.selected(view).index)
         selected = selected[self.targets.numbers.iloc[selected, -1].notna()]
         targets = self.targets.features.isel({SAMPLE: selected})
+        # 1. Effects on the loss, unless no group has one: those of whole classes are not known.
         counts = self.training.metadata[by].value_counts().rename("samples").to_frame()
         found, gone = None, self.training.only_of(by, self.targets, selected)
         if len(gone) < len(counts):
@@ -418,6 +425,7 @@ class Questions:
             except ValueError:
                 if not self._has_shares:
                     raise
+        # 2. Shares, where there are no effects, and for the groups that have none.
         table = counts.assign(score=np.nan)
         if (found is None or gone) and self._has_shares:
             table["score"] = scorer.groups(targets, by, share=True).to_series()
@@ -466,6 +474,7 @@ class Questions:
         table = table if len(table) <= 2 * k else pd.concat([table[:k], table[-k:]])
         if table.empty:
             return table
+        # Errors of the rows that are shown only: they need the scores of each checkpoint.
         shown = targets.isel({SAMPLE: table.index.to_numpy()})
         _, spread = scorer.at([view.sample]).scores(shown)
         return table.assign(spread=spread[0])

@@ -72,6 +72,7 @@ class SampleTable:
         # 1. Metadata, with the new column if this is the first.
         ds, table, new = self.features, self.metadata, new.assign_coords({_NEW: (SAMPLE, [True])})
         table = table if _NEW in table else table.assign(**{_NEW: False})
+        # What is missing, by the kind of the column: integers become floats, and texts are empty.
         empty: dict[str, Any] = {"M": np.datetime64("NaT"), "m": np.timedelta64("NaT"), "b": False}
         empty |= dict.fromkeys("iuf", np.nan)
         coords: dict[Any, Any] = {CHECKPOINT: ds[CHECKPOINT]}
@@ -148,6 +149,7 @@ class SampleTable:
     @property
     def columns(self) -> list[str]:
         """The names of the columns of ``whole``, which is not computed for that."""
+        # One checkpoint cannot disagree: the slice leaves out that column.
         numbers = ["output", "disagreement"][: self.features.sizes[CHECKPOINT]]
         return [*self.metadata, *_PREDICTIONS * bool(self.label), *numbers, self.loss]
 
@@ -155,6 +157,7 @@ class SampleTable:
     def _outputs(self) -> tuple[np.ndarray, np.ndarray]:
         """Output and Q of all samples, both (sample, checkpoint)."""
         q = self.features["out_to_loss"].data
+        # Without outputs, NaN in the same blocks.
         output, q = compute(
             self.features[OUTPUT].data if OUTPUT in self.features else np.nan * q, q
         )
@@ -170,10 +173,12 @@ class SampleTable:
         """
         label = self.metadata[self.label].to_numpy()[positions]
         p = (1 - self._outputs[1]).mean(axis=1)[positions]
+        # (2, sample): the class that is predicted, and its probability.
         found = np.where(p >= 0.5, [label, p], np.nan)
         classes = np.unique(self.training.get(self.label, ()))
         if len(classes) == 2:
             is_other = (p < 0.5) & np.isin(label, classes)
+            # The sum of both classes less one is the other.
             found[:, is_other] = classes.sum() - label[is_other], 1 - p[is_other]
         elif self.classifier is not None:
             samples, unsure = self.contents.samples, np.argsort(p, kind="stable")[:_MOST_UNSURE]
@@ -229,6 +234,7 @@ class SampleTable:
         The classes that the model predicts are the columns.
         """
         table = self.selected(view).dropna(subset="predicted")
+        # Predictions that may be NaN are float, and would be headings such as 3.0.
         return pd.crosstab(table[self.label], table["predicted"].astype(table[self.label].dtype))
 
     def selected(self, view: View) -> pd.DataFrame:
@@ -251,6 +257,7 @@ class SampleTable:
         if (label := others.label) not in self.metadata:
             return []
         groups = self.metadata[by].groupby(self.metadata[label])
+        # Without such a group no sample of the class is left. Samples without a group count as one.
         is_one = groups.nunique(dropna=False) == 1
         classes = others.metadata[label].iloc[positions]
         return groups.first()[is_one & is_one.index.isin(classes)].tolist()
@@ -283,6 +290,7 @@ def chosen(table: pd.DataFrame, where: str, name: str, *, ascending: bool = Fals
     table = table[condition_mask(table, where)]
     if name not in table:
         return table
+    # The sign of Q says in which direction the output is wrong.
     key = np.abs if name == "Q" else None
     return table.sort_values(name, ascending=ascending, kind="stable", key=key)
 

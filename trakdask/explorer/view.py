@@ -111,6 +111,7 @@ class View:
         page = changes.get("page", self.page)
         if page != self.page:
             where = changes.get("where", self.where)
+            # The page of a sample has the list of the target from which it was opened.
             is_foreign = page not in ("target", "sample") and "score" in re.findall(r"\w+", where)
             changes = {"first": 0, "of": "", **changes, "where": "" if is_foreign else where}
         return dataclasses.replace(self, **{"errors": {}, **changes})
@@ -168,6 +169,8 @@ class View:
                 except ValueError as err:
                     errors[name] = str(err)[:1].upper() + str(err)[1:]
                     if name in _CONDITIONS:
+                        # Characters that are no text cannot be sent to a browser, even in a
+                        # message.
                         fields[name] = texts[-1].encode(errors="replace").decode()
         return cls(**fields, errors=errors)
 
@@ -184,11 +187,13 @@ def _value_of(name: str, text: str) -> Any:
         raise ValueError(f"This has characters that are no text: {text!r:.60}.")
     if name in _CONDITIONS and text:
         Condition(text)
+    # By the default's type; a bool is an int, too, and comes first.
     match getattr(_DEFAULT, name):
         case bool():
             return text == "1"
         case int():
             low, high = (1, _MOST_RANKED) if name == "k" else (0, _MOST_ROWS)
+            # Python refuses to read numbers of more than 4300 digits.
             if not re.fullmatch(r"\d{1,15}", text) or not low <= int(text) <= high:
                 raise ValueError(
                     f"This must be a whole number from {low} to {high:,}, not {text!r:.60}."
@@ -225,6 +230,7 @@ def condition_mask(
         target = target.add_prefix(TARGET_PREFIX).rename(columns={TARGET_PREFIX + SAMPLE: TARGET})
         coords |= {name: (TARGET, target[name].to_numpy()) for name in target}
     mask = Condition(condition)(xr.Dataset(coords=coords))
+    # A condition on the target alone has no dimension of samples.
     return np.broadcast_to(mask.isel({TARGET: 0}, missing_dims="ignore").values, len(table))
 
 
@@ -247,6 +253,7 @@ def joined(where: str, condition: str) -> str:
     >>> joined("a == 1 or b == 2", "c == 3")
     '(a == 1 or b == 2) and c == 3'
     """
+    # Each term once: a link may add what is there already.
     return " and ".join(dict.fromkeys(_terms(where) + _terms(condition)))
 
 

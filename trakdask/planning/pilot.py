@@ -82,6 +82,8 @@ def run_pilot(features: xr.Dataset) -> Pilot:
         for name, variable in features.data_vars.items()
         if {SAMPLE, CHECKPOINT} <= {*variable.dims} and name != "feature"
     ]
+    # A block that nothing was loaded for yet, and one like all others. Of a single block, another
+    # checkpoint is the second, if there is one.
     n_blocks, _, n_checkpoints = arrays[0].numblocks
     second = (1, 0) if n_blocks > 1 else (0, n_checkpoints - 1)
     blocks = [[array.blocks[i, ..., j] for array in arrays] for i, j in ((0, 0), second)]
@@ -89,6 +91,8 @@ def run_pilot(features: xr.Dataset) -> Pilot:
     if client is None:
         measured = _measured(blocks, None)
     else:
+        # Inside of a task "sync" computes there, in the process whose memory is measured; the
+        # default would be the cluster. Not pure: a second pilot measures anew.
         measured = client.submit(_measured, blocks, "sync", pure=False, **options).result()
     n_samples, slots = arrays[0].chunks[0][0], n_slots(options.get("resources"))
     return Pilot(n_samples, n_slots=slots, **measured)
@@ -96,6 +100,8 @@ def run_pilot(features: xr.Dataset) -> Pilot:
 
 def _measured(blocks: list[list[da.Array]], scheduler: str | None) -> dict[str, Any]:
     """Compute blocks in this process, and return the measured fields of :class:`Pilot`."""
+    # A thread reads the memory all the time: the most that the system has counted for the process
+    # may be of an earlier computation.
     memory, seconds, held = psutil.Process().memory_info, [], []
     most, is_done = 0, threading.Event()
 
@@ -111,6 +117,8 @@ def _measured(blocks: list[list[da.Array]], scheduler: str | None) -> dict[str, 
     try:
         for block in blocks:
             start = time.perf_counter()
+            # All arrays of a block at once, since they share its gradients. With one worker,
+            # because the numbers are those of one thread.
             feature, *_ = dask.compute(*block, scheduler=scheduler, num_workers=1)
             seconds.append(time.perf_counter() - start)
             _give_back()
@@ -118,6 +126,7 @@ def _measured(blocks: list[list[da.Array]], scheduler: str | None) -> dict[str, 
     finally:
         is_done.set()
         watcher.join()
+    # (sample, proj_dim), of the second block; it has one checkpoint.
     phi = feature[:, :, 0]
     start = time.perf_counter()
     np.matmul(phi.T, phi)
@@ -134,6 +143,7 @@ def _measured(blocks: list[list[da.Array]], scheduler: str | None) -> dict[str, 
 def _give_back() -> None:
     """Give freed memory, which glibc keeps for the next task, back to the system."""
     with suppress(AttributeError, OSError):
+        # Where there is no glibc, the measured memory includes what was freed.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 

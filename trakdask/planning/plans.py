@@ -109,16 +109,20 @@ def plan(
         )
     require_flags(pilot=pilot)
     n_fitted = require_integer("n_fitted", n_fitted, 1, remedy="try n_fitted=2000")
+    # 1. What the features are, by shapes and attrs alone.
     attrs = as_values(features.attrs)
     shapes = attrs["parameters"]
     n_samples, n_checkpoints = features.sizes[SAMPLE], features.sizes[CHECKPOINT]
+    # In memory they are one block.
     blocks = features.feature.variable.chunksizes.get(SAMPLE, (n_samples,))
     n_parameters = RowMap.from_shapes(shapes, alignment=1).n_parameters
+    # 2. The projectors: that of the features first.
     used = Fitted.from_spec(attrs["projector"])
-    # A fitted projector chooses its columns: they are not random.
+    # A fitted projector chooses its columns: that rule was measured on random ones.
     more = _wider(used.projector, min(n_samples, n_parameters)) if used.is_random else []
     others = more
     if projectors is not None:
+        # A text is no list of its letters: the error below is to show all of it.
         others = [projectors] if isinstance(projectors, Projector | str) else list(projectors)
     for projector in others:
         if not isinstance(projector, Projector):
@@ -126,10 +130,10 @@ def plan(
                 f"expected projectors only, got {shown(projector)} in projectors; try "
                 "projectors=[td.SJLT(proj_dim=2048)]"
             )
+    # 3. A fit, unless features hold the values of theirs.
     fit_bytes = sum(features[name].nbytes for name in FITTED if name in features)
-    fit = None
-    if not fit_bytes:
-        fit = planned_fit(used, attrs, min(n_fitted, n_samples), n_checkpoints)
+    n_fitted = min(n_fitted, n_samples)
+    fit = None if fit_bytes else planned_fit(used, attrs, n_fitted, n_checkpoints)
     return Plan(
         n_samples=n_samples,
         n_blocks=len(blocks),
@@ -153,6 +157,7 @@ def _wider(projector: Projector, rank: int) -> list[Projector]:
     columns: int | None = getattr(projector, "proj_dim", None)
     if columns is None or rank <= MOST_PER_COLUMN * columns:
         return []
+    # Not more columns than `td.save` decomposes a gram matrix of.
     widths = [factor * columns for factor in (2, 4) if factor * columns <= MOST_DIM]
     return [replace(projector, proj_dim=width) for width in widths]  # type: ignore[call-arg]
 
@@ -170,6 +175,7 @@ def _planned(
     The numbers are those that :class:`~trakdask.planning.Plan` explains.
     """
     row_map = RowMap.from_shapes(shapes, alignment=projector.projector.row_alignment)
+    # Only then the number of columns is known: a projector may have as many as there are rows.
     bound = projector.bind(row_map)
     cost, width = bound.projector.cost(row_map.n_rows), bound.width(row_map.n_rows)
     feature_bytes = 4 * n_samples * width * n_checkpoints
@@ -179,8 +185,10 @@ def _planned(
     if width <= MOST_DIM:
         k = spectra.component_count(n_samples, width, np.dtype(np.float32))
     sizes = memory.Sizes(n_samples, block_rows, width, n_checkpoints, read=True)
+    # The solved targets are in memory, and not read from a store as the samples are.
     targets = replace(sizes, n_samples=_TARGETS, rows=_TARGETS, read=False)
     eigenvector_bytes = (4 * width + 8) * k * n_checkpoints * (width > LEAST_DIM)  # and eigenvalues
+    # As `arrays.factorization.decompose` counts them, for all eigenvectors and for a part.
     decomposition = 9 * width**3 if k == width else 4 * width * k**2 + 9 * k**3
     decomposition_bytes = memory.eigenvectors(width, k) if k else 0
     return {
@@ -285,7 +293,9 @@ class Plan:
         """Seconds that all tasks of the features will take, estimated from the pilot."""
         if (pilot := self.pilot) is None:
             return None
+        # A checkpoint is one submission of `td.save`: its last wave may leave some slots idle.
         waves = self.n_checkpoints * math.ceil(self.n_blocks / pilot.n_slots)
+        # Noise may make the second block the slower one.
         once = max(pilot.first_s - pilot.block_s, 0)
         return once + waves * (pilot.block_s + pilot.gram_s)
 
@@ -310,6 +320,7 @@ class Plan:
         return pilot.process_bytes + n_threads * max(pilot.task_bytes, of_save)
 
     def __repr__(self) -> str:
+        # A repr of a projector would be too wide as the heading of a column.
         named = [f"{number}: {p}" for number, p in enumerate(self.projections.projector, start=1)]
         table = self._table().loc[list(_SHOWN)].rename(_SHOWN)
         text = table.set_axis(range(1, len(named) + 1), axis="columns").to_string()

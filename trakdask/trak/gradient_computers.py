@@ -156,6 +156,8 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         """Use the parameters and buffers of a model."""
         self.func_weights = dict(model.named_parameters())
         self.func_buffers = dict(model.named_buffers())
+        # Hooks are compared for each checkpoint, since what a model does may depend on its weights.
+        # Whether vmap fails depends on its code.
         self._hooks_agree, self._n_checked, self._is_new_checkpoint = True, 0, True
 
     def compute_loss_grad(self, batch: Iterable[Tensor]) -> Tensor:  # type: ignore[override]
@@ -185,12 +187,14 @@ class FunctionalGradientComputer(AbstractGradientComputer):
                 "expected embeddings by the loaded checkpoint, got those by other weights; try "
                 "traker.task.get_embeddings(...) again after each load_checkpoint",
                 UserWarning,
-                stacklevel=3,
+                stacklevel=4,  # the caller of TRAKer.featurize
             )
         self._is_new_checkpoint = False
         # 2. The gradients, by one of three engines.
         tensors = list(batch)
         selected = selected_parameters(self.func_weights, self.grad_wrt)
+        # (sample, element) of each parameter. Large gradients arrive in slices, which begin at
+        # `first`.
         gradients = {
             name: torch.empty(len(tensors[0]), t.numel(), dtype=t.dtype, device=t.device)
             for name, t in selected.items()
@@ -200,10 +204,13 @@ class FunctionalGradientComputer(AbstractGradientComputer):
             start = first or 0
             gradients[name][:, start : start + gradient.shape[1]] = gradient
 
+        # The engines expect parameters that require no gradients: else autograd would differentiate
+        # the weights of the live model, too.
         weights = {name: tensor.detach() for name, tensor in self.func_weights.items()}
         forward, names = Forward(self.model, weights, self.func_buffers), tuple(selected)
         # The Q of an output of your own may need autograd, and targets have none.
         task = batched_task(self.modelout_fn) or TrakTask(self.modelout_fn, has_q=False)
+        # An output of your own takes its tensors in their order, whatever their names are.
         variables = getattr(task, "variables", None) or map(str, range(len(tensors)))
         inputs = Batch(zip(variables, tensors, strict=True))
         if self._can_hook(forward, task, inputs, names):
@@ -228,12 +235,16 @@ class FunctionalGradientComputer(AbstractGradientComputer):
                 why = f"{type(err).__name__}: {err}"
         with torch.enable_grad():
             loop_gradients(forward, task, inputs, names, keep)
+        # Only once the loop has worked is vmap to blame: else the batch itself is wrong, and the
+        # next one may be right.
         if why:
             self._needs_loop = True
             self.logger.warning("Gradients by loop, which is slow, because vmap failed: %s", why)
 
     def _is_training(self) -> bool:
         """Return whether a module acts in another way than in evaluation."""
+        # cuDNN differentiates recurrent layers in training mode only, and users leave them in it.
+        # Without dropout they compute the same in both modes.
         return any(
             part.training and not (isinstance(part, nn.RNNBase) and part.dropout == 0)
             for part in self.model.modules()
@@ -248,6 +259,7 @@ class FunctionalGradientComputer(AbstractGradientComputer):
         if self._is_training():
             return False  # dropout must be independent for each sample
         n = min(_CHECKED, size)
+        # A first batch of one sample proves little: a larger one is compared again.
         if self._hooks_agree and n > self._n_checked:
             few = Batch({name: tensor[:n] for name, tensor in inputs.items()})
             self._n_checked, why_not = n, ""
@@ -315,6 +327,7 @@ class IterativeGradientComputer(FunctionalGradientComputer):
             width = sum(parameter.numel() for parameter in params)
             gradients = outputs.new_empty((len(outputs), width), dtype=dtype, requires_grad=False)
             for i, output in enumerate(outputs):
+                # All samples share one graph, which the last pass through it may free.
                 is_last = i + 1 == len(outputs)
                 of_sample = torch.autograd.grad(
                     output, params, retain_graph=not is_last, materialize_grads=True
@@ -334,4 +347,5 @@ def selected_parameters(
             f"expected names of parameters in grad_wrt, got {list(names)}; try some of "
             f"{list(weights)[:5]}, or None for all"
         )
+    # In the order of the model, because the projector has a row for each element in that order.
     return {name: tensor for name, tensor in weights.items() if name in names}

@@ -110,6 +110,8 @@ class ImageClassificationModelOutput(AbstractModelOutput):
     ) -> Tensor:
         """Return 1 - p of a batch of inputs and labels, (batch, 1), float32 or float64."""
         task = self.with_temperature()
+        # Outputs for whole batches are called without weights: the live model is called, with its
+        # own.
         forward: Any = model if weights is None else Forward(model, weights, buffers or {})
         return task.out_to_loss(forward, Batch(zip(task.variables, batch, strict=True)))[:, None]
 
@@ -203,9 +205,11 @@ class PairsTask:
             )
         # Raw bits are the same in all versions of numpy; results of Generator.choice need not be.
         keys = np.random.Philox(key=_SEED_OF_PAIRS).random_raw(n)
+        # A random subset without replacement: the pairs with the smallest keys.
         rows = np.sort(np.argsort(keys, kind="stable")[:size])
         # 2. Each image with the texts of these, and each text with their images.
         image, text, _ = forward(**batch)
+        # -log Σ exp(φ·ψ' - φ·ψ) is φ·ψ - log Σ exp(φ·ψ'), and `logsumexp` does not overflow.
         right = (image * text).sum(1)
         by_text = right - (image @ texts[rows].to(image).T).logsumexp(1)
         return by_text + right - (text @ images[rows].to(text).T).logsumexp(1)
@@ -214,6 +218,7 @@ class PairsTask:
         """Return 1 - p, (batch,), among the pairs of the batch."""
         image, text, logit_scale = forward(**batch)
         temperature = self.modelout.temperature
+        # (image, text): a row compares an image with all texts, a column a text with all images.
         products = (logit_scale if temperature is None else temperature) * image @ text.T
         p: Tensor = (products.softmax(-1) + products.T.softmax(-1)).diag() / 2
         return 1 - p
@@ -310,6 +315,7 @@ class CLIPModelOutput(AbstractModelOutput):
                 image = image if preprocess_fn_img is None else preprocess_fn_img(image)
                 text = text if preprocess_fn_txt is None else preprocess_fn_txt(text)
                 pairs.append(model(image, text)[:2])
+                # A loader may be much longer than what is embedded.
                 if sum(len(images) for images, _ in pairs) >= size:
                     break
         self.image_embeddings, self.text_embeddings = (
@@ -366,6 +372,7 @@ def batched_task(modelout: object) -> Task | None:
 
     None for all others, which include subclasses of these and instances with replaced methods.
     """
+    # The task would compute what the class defines, and ignore a method that somebody has replaced.
     if {"get_output", "get_out_to_loss_grad"} & set(vars(modelout)):
         return None
     if type(modelout) in (ImageClassificationModelOutput, TextClassificationModelOutput):

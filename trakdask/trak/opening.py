@@ -19,6 +19,7 @@ from trakdask.trak.savers import EXTRA, read_json
 from trakdask.variables import CHECKPOINT, VARIABLES
 
 _BLOCK_BYTES = 2**25
+# What may differ between runs whose gradients met the same matrix: λ comes after it.
 _NOT_OF_THE_MATRIX = ("lambda_reg", "version")
 _GRADS, _OUT_TO_LOSS, _FLAGS = "grads.mmap", "out_to_loss.mmap", "_is_featurized.mmap"
 
@@ -151,6 +152,8 @@ def _features(folder: Path, ids: Sequence[int], exp_name: str = "") -> xr.Datase
     def lazy(file: str) -> da.Array:
         """Return an array (rows, columns, checkpoint), whose tasks map the files where they lie."""
         arrays = [open_memmap(folder / name / file, mode="r") for name in names]
+        # `mapped` is a path and a place in the file, which is sent with each task, inline. An array
+        # of numpy would be sent itself.
         columns = [
             da.from_array(mapped(a) or a, chunks=(rows, -1), inline_array=True) for a in arrays
         ]
@@ -158,11 +161,13 @@ def _features(folder: Path, ids: Sequence[int], exp_name: str = "") -> xr.Datase
 
     data = {"feature": lazy(grads)}
     if not exp_name:
+        # Rows that were never written are zeros in the files, and would count as gradients.
         is_written = lazy(_FLAGS) == 1
         data["feature"] = da.where(is_written, data["feature"], np.nan)
         data["out_to_loss"] = da.where(is_written, lazy(_OUT_TO_LOSS), np.nan)[:, 0]
     data["output"] = da.full((n, len(ids)), np.nan, chunks=(rows, 1))
     metadata = read_json(folder / "metadata.json")
+    # Runs with other numbers of samples may have the same projector.
     del metadata["train set size"]
     for key in _NOT_OF_THE_MATRIX:
         metadata.get(EXTRA, {}).pop(key, None)

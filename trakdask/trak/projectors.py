@@ -22,7 +22,11 @@ from torch import Tensor
 from trakdask.featurization.devices import free_bytes
 from trakdask.projection import FastJL, Projector, RowMap, project
 
+# The original has seeds 1000 apart for blocks and 100,000 for model ids, so that block 100 would be
+# block 0 of the next id.
 _BLOCKS_PER_CHECKPOINT = 100
+# The batch sizes for which `fast_jl` has compiled kernels, and how many seeds the original draws
+# from for the chunks of a gradient.
 _KERNELS = (8, 16, 32)
 _CHUNK_SEEDS = 500
 _log = logging.getLogger("TRAK")
@@ -155,6 +159,7 @@ class BasicProjector(AbstractProjector):
         self.model_id = model_id
         self.generator = torch.Generator(device=self.device)
         self._kept: dict[int, Tensor] = {}
+        # `proj_matrix` is there from the start, as in the original.
         self.get_generator_states()
         self._draw(self.generator_states[0])
 
@@ -184,6 +189,8 @@ class BasicProjector(AbstractProjector):
             self.get_generator_states()
         flat = self._operand(flattened(grads))
         n_bytes = flat.element_size() * self.jl_size * self.num_blocks
+        # Once some are kept, all are: asked again, the kept ones would count as memory in use. A
+        # single block stays in any case, as in the original.
         keeps = bool(self._kept) or self.num_blocks == 1 or _fits(n_bytes, flat.device)
         sketch = torch.empty(len(flat), self.proj_dim, dtype=self.dtype, device=flat.device)
         for block, into in enumerate(sketch.split(self.block_size, dim=1)):
@@ -193,6 +200,8 @@ class BasicProjector(AbstractProjector):
                 drawn = self._operand(self.proj_matrix)
             if keeps:
                 self._kept[block] = drawn
+            # The last block is drawn as wide as the others, because a narrower one would have other
+            # numbers.
             into.copy_(flat @ drawn[:, : into.shape[1]])
         return sketch
 
@@ -208,6 +217,7 @@ class BasicProjector(AbstractProjector):
         if ProjectionType(self.proj_type) is ProjectionType.normal:
             matrix.normal_(generator=self.generator)
         else:
+            # 0 and 1 become -1 and 1.
             matrix.bernoulli_(p=0.5, generator=self.generator).mul_(2).sub_(1)
         self.proj_matrix = matrix
         self.proj_matrix_available = True
@@ -289,6 +299,7 @@ class CudaProjector(AbstractProjector):
     ) -> None:
         super().__init__(grad_dim, proj_dim, seed, proj_type, device)
         self.max_batch_size = max_batch_size
+        # `fast_jl` divides the parameters among the multiprocessors and seeds each part on its own.
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         fast_jl = FastJL(proj_dim, int(seed), ProjectionType(proj_type).value, self.num_sms)
         self._projector = StreamProjector(fast_jl, {"all": (grad_dim,)}, device)
@@ -352,6 +363,8 @@ class ChunkedCudaProjector:
         for rows, into in zip(flat.split(self.feat_bs), result.split(self.feat_bs), strict=True):
             chunks = rows.split(self.params_per_chunk, dim=1)
             for projector, chunk in zip(self.projector_per_chunk, chunks, strict=True):
+                # A part of the columns is not contiguous, and CUDA code reads memory from its start
+                # on.
                 chunk = chunk.to(self.device, self.dtype).contiguous()
                 into += projector.project(chunk, model_id=model_id)
         return result.to(self.dtype)
@@ -395,6 +408,7 @@ class StreamProjector(AbstractProjector):
     def project(self, grads: Mapping[str, Tensor] | Tensor, model_id: int) -> Tensor:
         """Return the projection, (batch, proj_dim) float32."""
         if isinstance(grads, Tensor):
+            # Flat gradients are in the order of the model's parameters, as the shapes are.
             names = self.row_map.names
             parts = grads.split([self.row_map.size(name) for name in names], dim=1)
             grads = dict(zip(names, parts, strict=True))
@@ -425,6 +439,7 @@ def default_projector(
                 f"expected a CUDA device for device={str(device)!r}, got a machine without one; "
                 "try device='cpu'"
             )
+        # `fast_jl` indexes a batch of gradients by 32 bits.
         most, chunks = chunk_sizes(sizes, max_batch_size)
         seeds = [seed] if len(chunks) == 1 else chunk_seeds(seed, len(chunks))
         try:
@@ -432,6 +447,8 @@ def default_projector(
                 CudaProjector(size, proj_dim, chunk_seed, kind, device, max_batch_size)
                 for size, chunk_seed in zip(chunks, seeds, strict=True)
             ]
+        # It is not installed, does not run on this GPU, lacks a kernel, or cannot make so many
+        # columns.
         except (ImportError, RuntimeError, AttributeError, ValueError) as err:
             _log.error("Could not use CudaProjector.\nReason: %s", err)
             _log.error("Defaulting to BasicProjector.")
@@ -451,6 +468,7 @@ def chunk_seeds(seed: int, n_chunks: int) -> list[int]:
     """
     seeds: list[int] = []
     for drawn in np.random.default_rng(seed).integers(0, _CHUNK_SEEDS, size=n_chunks).tolist():
+        # Larger than any that is drawn, so that no seed but a repeated one changes.
         while drawn in seeds:
             drawn += _CHUNK_SEEDS
         seeds.append(drawn)

@@ -81,11 +81,14 @@ class AbstractSaver(ABC):
         self.experiments: dict[str, dict[str, Any]] = {}
         self.current_model_id: int | None = None
         self.current_store: dict[str, Any] = dict.fromkeys(("grads", "out_to_loss", "features"))
+        # Jobs that start at the same time in an empty folder: one writes the settings, the others
+        # compare theirs.
         with self._locked():
             if self.metadata_file.exists():
                 require_same(read_json(self.metadata_file), self.metadata, self.save_dir)
             else:
                 write_json(self.metadata_file, self.metadata)
+            # Also where nothing is loaded: the original would lack the file when it scores.
             if not self.experiments_file.exists():
                 write_json(self.experiments_file, {})
         if load_from_save_dir:
@@ -133,6 +136,7 @@ class AbstractSaver(ABC):
             If features of another model id were computed with another λ.
         """
         with self._locked():
+            # Read again, because another job may have settled it since this one started.
             metadata = read_json(self.metadata_file)
             extra = metadata.setdefault(EXTRA, {})
             if "lambda_reg" not in extra:
@@ -201,6 +205,8 @@ class MmapSaver(AbstractSaver):
                 f"expected a new model id, got {model_id}, which is already registered in "
                 f"{str(self.save_dir)!r}; try load_current_store({model_id})"
             )
+        # The file is written last, once there are all arrays. Without it, arrays are of a killed
+        # process and are made again.
         file = self._id_file(model_id)
         if file.exists():
             self.model_ids[model_id] = read_json(file)[str(model_id)]
@@ -215,6 +221,7 @@ class MmapSaver(AbstractSaver):
         """Write ``id_<n>.json`` if all rows are featurized, or in any case for a new id."""
         assert self.current_model_id is not None
         state = self.model_ids[self.current_model_id]
+        # Flags are 0 and 1, so that the smallest says whether all rows are done.
         state["is_featurized"] = int(self.current_store["is_featurized"].min())
         if state["is_featurized"] or not already_exists:
             write_json(self._id_file(self.current_model_id), {str(self.current_model_id): state})
@@ -246,9 +253,12 @@ class MmapSaver(AbstractSaver):
                 f"{str(self.save_dir)!r}; try load_checkpoint and featurize first"
             )
         scores = self.save_dir.joinpath(f"scores/{exp_name}.mmap")
+        # The path is for readers of the original, and never read here: folders may have been moved.
         state = {"num_targets": num_targets, "scores_path": str(scores), "scores_finalized": 0}
         with self._locked():
             experiments = read_json(self.experiments_file)
+            # Compared before a file is opened: numpy would open one of another shape without an
+            # error.
             before = experiments.get(exp_name, state)["num_targets"]
             if before != num_targets:
                 raise StoreMismatchError(
@@ -295,6 +305,7 @@ class MmapSaver(AbstractSaver):
             scores = self.save_dir.joinpath(f"scores/{exp_name}.mmap")
             self.current_store[f"{exp_name}_scores"] = _opened(scores)
             return
+        # As in the original, flags are int32 and (n, 1), and their file begins with an underscore.
         shapes = {"grads": (n, p), "out_to_loss": (n, 1), "features": (n, p), "is_featurized": None}
         for name, shape in shapes.items():
             path = folder.joinpath(f"{name if shape else '_is_featurized'}.mmap")
@@ -328,6 +339,7 @@ class MmapSaver(AbstractSaver):
         dtype = dtype or (np.float16 if self.use_half_precision else np.float32)
         with replacing(path, partial=f"{path}.partial") as partial:
             array = open_memmap(partial, mode="w+", dtype=dtype, shape=shape)
+            # Zeros are not written, so that a new file takes no space on the disk before rows come.
             if fill != 0:
                 array[...] = fill
             array.flush()
@@ -361,6 +373,7 @@ def require_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path
             f"expected a folder of trakdask.trak, got {str(folder)!r}, which the original wrote; "
             "try another save_dir, or open_traker to read its features"
         )
+    # Compared are keys that both have: λ is added later, and versions may record more than others.
     old, new = ({**metadata, **metadata.get(EXTRA, {})} for metadata in (before, now))
     for key in set(old) & set(new) - {EXTRA, "version"}:
         if old[key] != new[key]:

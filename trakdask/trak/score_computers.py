@@ -85,6 +85,7 @@ class BasicScoreComputer(AbstractScoreComputer):
     def get_xtx(self, grads: Tensor) -> Tensor:
         """Return the Gram matrix, (p, p), summed in float32 whatever the dtype of ``grads``."""
         self.proj_dim = grads.shape[1]
+        # Sums of float16 products would be infinite beyond 65504, and lose digits long before.
         total = torch.zeros(self.proj_dim, self.proj_dim, device=self.device)
         for block in grads.split(self.CUDA_MAX_DIM_SIZE):
             rows = block.to(self.device, torch.float32)
@@ -93,8 +94,11 @@ class BasicScoreComputer(AbstractScoreComputer):
 
     def get_x_xtx_inv(self, grads: Tensor, xtx: Tensor) -> Tensor:
         """Return the features, (n, p), in the dtype of the computer and on its device."""
+        # λ is added in float32: in float16, one below 6e-8 is 0.
         damped = xtx.float() + self.lambda_reg * torch.eye(len(xtx), device=xtx.device)
         inverted = torch.linalg.inv(damped)
+        # In the 1-norm, the largest sum of a column: singular values would cost more than the
+        # inverse.
         condition = torch.linalg.matrix_norm(damped, 1) * torch.linalg.matrix_norm(inverted, 1)
         if condition > 1 / torch.finfo(torch.float32).eps:  # whatever the number of samples
             self.logger.warning(
@@ -105,6 +109,7 @@ class BasicScoreComputer(AbstractScoreComputer):
             )
         if self._divides:
             inverted /= inverted.abs().mean()
+        # Block by block, because gradients of all samples may fit on the device in float16 only.
         result = torch.empty(len(grads), len(inverted), dtype=self.dtype, device=self.device)
         blocks = (m.split(self.CUDA_MAX_DIM_SIZE) for m in (grads, result))
         for block, into in zip(*blocks, strict=True):
@@ -141,11 +146,13 @@ class BasicSingleBlockScoreComputer(BasicScoreComputer):
         logging_level: int = logging.INFO,
         lambda_reg: float = 0.0,
     ) -> None:
+        # More rows than any data have: one block.
         super().__init__(dtype, device, 2**62, logging_level, lambda_reg)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left @ right.T``; float16 on a CPU is multiplied in float32."""
+    # torch sums float16 on CPUs in float16, which overflows, and takes many times as long.
     if left.device.type == "cpu" and left.dtype.itemsize <= 2:
         left, right = left.float(), right.float()
     return left @ right.T

@@ -130,6 +130,7 @@ class TRAKer:
         self.logger = logging.getLogger("TRAK")
         self.logger.setLevel(logging_level)
 
+        # 1. What is projected: gradients of the selected parameters, in the order of the model.
         selected = selected_parameters(dict(self.model.named_parameters()), self.grad_wrt)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in selected.items()}
         self.num_params = sum(parameter.numel() for parameter in self.model.parameters())
@@ -143,6 +144,7 @@ class TRAKer:
 
         self.save_dir = Path(save_dir).resolve()
         self.load_from_save_dir = load_from_save_dir
+        # 2. What computes gradients and scores.
         if isinstance(task, str):
             remedy = "try task='image_classification', or an object of AbstractModelOutput"
             require_choice("task", task, list(TASK_TO_MODELOUT), remedy=remedy)
@@ -159,6 +161,8 @@ class TRAKer:
         self.score_computer: Any = (score_computer or BasicScoreComputer)(  # type: ignore[call-arg]
             dtype=self.dtype, device=self.device, logging_level=logging_level, lambda_reg=lambda_reg
         )
+        # 3. The folder, last: it records what the projector turned out to be, and an error above
+        # leaves no folder behind.
         self.saver: Any = (saver or MmapSaver)(  # type: ignore[call-arg]
             save_dir=self.save_dir,
             metadata=self._metadata(),
@@ -170,6 +174,8 @@ class TRAKer:
         )
         self.ckpt_loaded: int | str = _NO_CHECKPOINT
         self.scores: np.ndarray | None = None
+        # The model id whose weights are in the model, whatever the saver has opened since. The
+        # experiment, model id and number of targets that `score` works on.
         self._weights_of: int | None = None
         self._scoring: tuple[str, int, int] | None = None
         self._last_ind = self._last_ind_target = 0
@@ -247,6 +253,8 @@ class TRAKer:
         completed rows is computed as a whole, so that results do not depend on where a run was
         interrupted. When this method returns, the rows are on disk.
         """
+        # 1. Where the rows are. Another call may have opened another model id, or loaded other
+        # weights.
         rows = _rows_of(inds, num_samples, self._last_ind)
         if self.ckpt_loaded != self.saver.current_model_id or self.ckpt_loaded != self._weights_of:
             raise AssertionError(
@@ -255,6 +263,8 @@ class TRAKer:
                 "traker.load_checkpoint before featurizing"
             )
         self._last_ind += num_samples or 0
+        # 2. Only rows that are not done are written, but the whole batch is computed: what the
+        # model returns for a sample may depend on its batch, if only in the last digits.
         store = self.saver.current_store
         todo = np.asarray(store["is_featurized"][rows]).reshape(-1) != 1
         if todo.any():
@@ -266,6 +276,8 @@ class TRAKer:
             self._flush("grads", "out_to_loss")  # before the flags: a kill may come in between
             store["is_featurized"][rows[todo]] = 1
             self._flush("is_featurized")
+        # 3. The state of the model id. Also where no row was left: an earlier process may have been
+        # killed before it wrote it.
         if self.saver.model_ids[self.ckpt_loaded]["is_featurized"] == 0:
             self.saver.serialize_current_model_id_metadata()
 
@@ -288,6 +300,7 @@ class TRAKer:
         AssertionError
             If other model ids were finalized with another ``lambda_reg``.
         """
+        # Gram matrix and inverse need the memory that the matrix of the projector takes.
         torch.cuda.empty_cache()
         self.projector.free_memory()
         self._last_ind = 0
@@ -423,6 +436,7 @@ class TRAKer:
                 f"expected one of the experiments {sorted(self.saver.experiments)}, got "
                 f"{exp_name!r}; try start_scoring_checkpoint first"
             )
+        # 1. Σ_c features_c targets_cᵀ, (n, m), in float32, and Q of each checkpoint, (n, 1).
         num_targets = self.saver.experiments[exp_name]["num_targets"]
         ids = list(self.saver.model_ids if model_ids is None else model_ids)
         total = torch.zeros(self.train_set_size, num_targets)
@@ -442,6 +456,8 @@ class TRAKer:
                 f"expected finalized model ids with targets of {exp_name!r}, got none among {ids}; "
                 "try finalize_features and score first"
             )
+        # 2. The mean over checkpoints times the mean of Q, as in the original: a product of means,
+        # and not the mean of products.
         self.scores = scores = self.saver.current_store[f"{exp_name}_scores"]
         mean_q = np.hstack(q).mean(axis=1, keepdims=True, dtype=np.float32)
         scores[:] = (total.numpy() / len(q)) * mean_q
@@ -467,10 +483,13 @@ class TRAKer:
         }
 
     def _finalize(self, model_id: int) -> None:
+        # A saver for the original, which inherits from another class, cannot record λ.
         if isinstance(self.saver, AbstractSaver):
             self.saver.settle_lambda(self.lambda_reg)
         self.saver.load_current_store(model_id)
         store, computer = self.saver.current_store, self.score_computer
+        # On a CPU these share the memory of the file: nothing is read before the computer asks for
+        # it.
         grads = torch.as_tensor(store["grads"], device=self.device)
         features = computer.get_x_xtx_inv(grads, computer.get_xtx(grads))
         store["features"][:] = features.to(self.dtype).cpu()
@@ -479,6 +498,7 @@ class TRAKer:
         self.saver.serialize_current_model_id_metadata()
 
     def _load_weights(self, checkpoint: Mapping[str, Any], model_id: int) -> None:
+        # Until all has worked, the model may have some of the new weights.
         self._weights_of = None
         self.model.load_state_dict(checkpoint)
         self.model.eval()
@@ -494,6 +514,7 @@ class TRAKer:
                 f"expected gradients of {len(rows)} samples, got {len(features)}; try "
                 "num_samples=len(batch[0]), since the last batch may be smaller"
             )
+        # Not in place: a projector of your own may return something that it keeps.
         stored = self._as_stored(features / self.normalize_factor)
         is_finite = stored.isfinite().all(dim=1).numpy()
         if not is_finite.all():
@@ -503,6 +524,7 @@ class TRAKer:
     def _why_not_scored(self, exp_name: str, model_id: int) -> Exception | None:
         """Return an error if the open checkpoint lacks target gradients, or is not finalized."""
         grads = self.saver.current_store[f"{exp_name}_grads"]
+        # New files are NaN everywhere; one column says which rows were written.
         if grads is None or np.isnan(np.asarray(grads)[:, 0]).all():
             return FileNotFoundError(
                 f"expected target gradients of model id {model_id} for experiment {exp_name!r}, "

@@ -75,6 +75,7 @@ def vectorize(
     flat = flattened(g)
     if arr is None:
         return flat.to(device)
+    # A buffer may be wider than the gradients; its last columns stay.
     arr[:, : flat.shape[1]] = flat
     return arr
 
@@ -127,6 +128,8 @@ def get_matrix_mult_blockwise(
     device = torch.device("cuda") if on_cuda else features.device
     result = torch.empty(len(features), len(target_grads), dtype=target_dtype)
     for first in range(0, len(target_grads), bs):
+        # The targets in the outer loop, since there are fewer of them: each is moved to the device
+        # once.
         targets = target_grads[first : first + bs].to(device)
         for start in range(0, len(features), bs):
             rows = features[start : start + bs].to(device)
@@ -164,6 +167,7 @@ def get_matrix_mult(
     [[1.0], [1.0]]
     """
     dtype = target_dtype or features.dtype
+    # In host memory the result was asked for as a whole in any case.
     fits = features.device.type == "cpu" or (
         get_output_memory(features, target_grads, dtype) < get_free_memory(features.device)
     )
