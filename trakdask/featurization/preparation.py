@@ -256,6 +256,7 @@ def _engines(
         return (gradients,), "as asked"
     first, reason = choose_engine(model.meta_module(), model.task, tuple(model.shapes))
     order, before = list(ENGINES), None if like is None else like.attrs.get("gradients")
+    # Who asked for a later engine then may know that the model does not run by earlier ones.
     if before in order and order.index(before) > order.index(first):
         first, reason = before, "as the features that these are like"
     return tuple(order[order.index(first) :]), reason
@@ -280,6 +281,7 @@ def inputs_of(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
 
 def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> int:
     if batch_size == "auto":
+        # In float32. Nothing is held as a whole where all gradients come in slices.
         fits = _MICRO_BATCH_BYTES // (4 * max(held, 1))
         if engine == "hooks":
             # Autograd also stores the activations, which usually take more memory than gradients.
