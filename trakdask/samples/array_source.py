@@ -182,8 +182,8 @@ def data_of(array: xr.DataArray) -> Any:
     return data if isinstance(data, da.Array) else np.asarray(data)
 
 
-def lazy_variable(name: str, array: Any, size: int) -> xr.Variable:
-    """Make an array lazy, in blocks of ``size`` samples."""
+def lazy_variable(name: str, array: Any, size: int | None) -> xr.Variable:
+    """Make an array lazy, in blocks of ``size`` samples; without it, dask's keep their chunks."""
     what = f"variable {name!r}"
     if is_tensor(array) or isinstance(array, np.ndarray | list | tuple | pd.Series):
         array = to_numpy(what, array)
@@ -200,7 +200,7 @@ def lazy_variable(name: str, array: Any, size: int) -> xr.Variable:
                 f"expected {what} without a mask, got a masked array; try "
                 "dask.array.ma.filled(array, value)"
             )
-        return variable_of(name, array.rechunk(chunks))
+        return variable_of(name, array if size is None else array.rechunk(chunks))
     if isinstance(array, zarr.Array):
         identity = [str(array.store_path), array.metadata.to_dict()]
         token = json.dumps(identity, default=str, sort_keys=True)

@@ -17,7 +17,7 @@ from trakdask.provenance import as_text
 from trakdask.samples.array_source import data_of, lazy_variable
 from trakdask.samples.coords import normalise_coord, normalise_coords, require_order
 from trakdask.samples.datasets import source_of
-from trakdask.samples.sources import block_size, joined_rows, variable_of
+from trakdask.samples.sources import block_size, joined_rows
 from trakdask.variables import (
     CHECKPOINT,
     PROJ_DIM,
@@ -158,8 +158,7 @@ def _labelled(name: str, array: Any, size: int) -> xr.DataArray:
     data = data_of(array) if named else array
     # Not in blocks yet if it is lazy, because blocks of other sizes would be made of all
     # checkpoints first.
-    is_lazy = isinstance(data, da.Array)
-    lazy = variable_of(name, data) if is_lazy else lazy_variable(name, data, size)
+    lazy = lazy_variable(name, data, None if isinstance(data, da.Array) else size)
     if named:
         labelled = array.copy(data=lazy.data)
     else:
