@@ -100,7 +100,12 @@ def prepare(
     partition = divide(model, inputs) if divide else None
     engines, reason = _engines(gradients, model, partition, like)
     _log.info("gradients by %s: %s", " or ".join(engines), reason)
-    held = _elements_at_once(engines, model, partition, adds_up=adds_up)
+    sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
+    held = elements_at_once(engines[0], model.meta_module(), sizes)
+    if adds_up:  # the products of its axes take the whole gradient of a weight, and turn a copy
+        held += max(sizes.values())
+    if partition and engines == ("tokens",):
+        held *= partition.size
     # 6. What all tasks share, and what features say of how they were made.
     job = FeaturizeJob(
         model=model,
@@ -150,17 +155,6 @@ def _require_fitted_to(fitted: Fitted, spec: Mapping[str, Any]) -> None:
     )
     what = "the projector and the model that it was fitted to"
     require_same(of_fit, of_model, what=what, names=tuple(of_fit))
-
-
-def _elements_at_once(
-    engines: tuple[str, ...], model: Model, partition: Partition | None, *, adds_up: bool
-) -> int:
-    """Return how many gradient elements of a sample the first of the engines holds at once."""
-    sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
-    held = elements_at_once(engines[0], model.meta_module(), sizes)
-    if adds_up:  # the products of its axes take the whole gradient of a weight, and turn a copy
-        held += max(sizes.values())
-    return held * partition.size if engines == ("tokens",) and partition else held
 
 
 def _attrs(job: FeaturizeJob, bound: Fitted, source: Any) -> dict[str, Any]:
