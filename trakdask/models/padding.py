@@ -41,12 +41,13 @@ def order_by_length(task: Task, arrays: Mapping[str, np.ndarray[Any, Any]]) -> A
 
 
 def trimmed(task: Task, batch: Batch) -> Batch:
-    """Return the batch without the last tokens that are padding in all of its samples."""
-    names = token_variables(task, batch)
-    if not names:
-        return batch
+    """Return the batch without the last tokens that are padding in all of its samples.
+
+    For samples with a mask, of which :func:`ignores_padding` says that the model ignores padding.
+    """
     used = (batch[MASK] != 0).any(0).nonzero()
-    return _cut(batch, names, int(used[-1]) + 1 if len(used) else 0)
+    length = int(used[-1]) + 1 if len(used) else 0
+    return _cut(batch, token_variables(task, batch), length)
 
 
 def _cut(batch: Batch, names: tuple[str, ...], length: int) -> Batch:

@@ -254,6 +254,7 @@ def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
         with suppress(ValueError):  # of several time zones
             return _from_pandas(pd.Series(pd.to_datetime(list(array))))
     if kind in ("boolean", "integer", "floating", "mixed-integer-float"):
+        # numpy finds the dtype of Python's numbers, but not that of an array of objects.
         return np.array(array.tolist())
     if (missing := np.asarray(pd.isna(array))).any():
         raise ValueError(
