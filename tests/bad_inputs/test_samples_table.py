@@ -172,6 +172,8 @@ ROWS = [
     BadInput(F, "output of two axes too many", features(X, output=X[:, :, None]), ValueError, ["output", "reshape(4,)"]),
     BadInput(F, "sparse", features(sparse.csr_array(X)), TypeError, ["'feature'", "csr_array", "toarray()"]),
     BadInput(F, "complex", features(X * 1j), ValueError, ["'feature'", "complex"]),
+    BadInput(F, "text, lazy", features(da.from_array(X.astype("U1"))), TypeError, ["'feature'", "<U1"]),
+    BadInput(F, "masked, lazy", features(da.from_array(HIDDEN)), ValueError, ["'feature'", "without a mask"]),
     BadInput(F, "fewer outputs", features(X, output=[1.0, 2.0]), ValueError, ["output", "'sample': 4", "'sample': 2"]),
     BadInput(F, "other dimensions", features(TWO.rename(proj_dim="width")), ValueError, ["'width'"]),
     BadInput(D, "variables empty", table(FRAME, {}), TypeError, ["variables={}"]),

@@ -41,6 +41,8 @@ from trakdask.torch_internals import few_threads, no_fast_path
 
 _log = logging.getLogger(__name__)
 
+# Tasks of one checkpoint end while those of the next begin, so two are in use at once. More would
+# keep what is large, and may fill a GPU.
 _MOST_MAPS = 2
 _maps_there: dict[tuple[Any, ...], Maps] = {}
 _lock = Lock()
@@ -129,6 +131,7 @@ def running(
 def _circumstances(job: FeaturizeJob, arrays: tuple[np.ndarray, ...], err: Exception) -> str:
     """Describe the inputs of the model, unless this package raised the error, and advises."""
     notes = "".join(f"\n{note}" for note in getattr(err, "__notes__", ()))
+    # By the innermost frame: errors of this package say what to try, and others do not.
     *_, (raising, _) = traceback.walk_tb(err.__traceback__)
     if raising.f_globals["__name__"].startswith("trakdask."):
         return notes
@@ -264,6 +267,7 @@ def _run_micro_batch(
     feature = stream.result().numpy(force=True)
     if job.partition is not None:
         size = job.partition.of(batch).size
+        # (sample, part of this batch, vector)
         products = feature.reshape(n, size, -1)
         feature = np.zeros(job.feature_shape(n, width), np.float32)
         n_tokens = size - job.partition.has_others

@@ -144,6 +144,9 @@ class CheckedEngine:
                     expected, *_ = self._summed_gradient(batch, weights)
                     require_same_sum(self._engine, sink.sums, expected)
                 elif self._multiplies_tokens(stream) and self._checked.n_samples == 0:
+                    # Products are no gradients, so these are formed here, one for each token: of
+                    # two samples, which show whether the terms of tokens add up, and whose they
+                    # are.
                     few = Batch({name: value[:2] for name, value in batch.items()})
                     require_same_as_loop(self._engine, forward, self._task, few, names)
                 self._checked.n_samples = n
@@ -173,6 +176,8 @@ class CheckedEngine:
         -------
         None, or the error to raise if there is no such engine: the one of the model itself.
         """
+        # 1. Each further engine has to run the whole micro-batch, since any sample may be the
+        # cause.
         first, errors = err, {self._engine: err}
         for i, name in enumerate(self._checked.engines[1:], 1) if is_of_engine(err) else ():
             try:
@@ -180,6 +185,7 @@ class CheckedEngine:
             except Exception as other:
                 errors[name] = err = other
                 continue
+            # 2. Why it is another one, and how much slower it is, once in the log.
             why = {name: reason(each).partition("; try ")[0] for name, each in errors.items()}
             failed = " and ".join(f"{name} failed ({text})" for name, text in why.items())
             slower = ""
@@ -194,6 +200,8 @@ class CheckedEngine:
             warn_once(("gradients", self._samples.job.model.token, name), text, _log.warning)
             self._checked.engines, self._checked.n_samples = self._checked.engines[i:], 0
             return None
+        # 3. No engine has run them, or none was allowed: an error, with a remedy if the loop runs
+        # them.
         if len(errors) == 1 and self._engine in SAFER and is_of_engine(err):
             self._note_remedy(part, err, size_of("loop"))
         # Of one error of the model, the first one tells more: other engines have smaller batches.
@@ -201,6 +209,7 @@ class CheckedEngine:
 
     def _seconds_of(self, engine: str, part: slice, size: int) -> float:
         """Return how long an engine takes for a micro-batch, whose gradients are discarded."""
+        # With findings of its own, so that it is compared as in the first micro-batch of a thread.
         once = CheckedEngine(Checked((engine,)), self._samples, self._forward, None)
         for start in range(part.start, part.stop, size):
             few = slice(start, min(start + size, part.stop))

@@ -26,6 +26,7 @@ from trakdask.torch_internals import cudnn_allow_tf32, float32_matmul_precision
 
 _log = logging.getLogger(__name__)
 
+# Weights of checkpoints may take a fifth, beside the half that micro-batches may take.
 _SHARE_OF_STATES = 0.2
 _LEAST_BUDGET, _BUDGET_OF_WEIGHTS = 96 * 2**20, 8
 _CPU = torch.device("cpu")
@@ -116,12 +117,14 @@ def activation_bytes(forward: Forward, task: Task, batch: Batch) -> int:
         with torch.no_grad():  # the first call copies buffers, which are no activations
             task.output(forward, batch)
     tensors = forward.with_parameters(leaves).tensors()
+    # By place in memory, because autograd saves views, too, such as the transpose of a weight.
     not_saved = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in not_saved:
+            # A tensor that several operations save counts once.
             saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 

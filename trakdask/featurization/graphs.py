@@ -108,6 +108,7 @@ def block_tasks(
         bounds(prepared.rows), "s",  # so that errors can name samples
         *more, *chain.from_iterable(inputs),
         name=f"{ON_CPU if prepared.job.device == 'cpu' else GRADIENTS}{name}",
+        # With ``meta``, dask does not call ``run`` on empty arrays to see what it returns.
         dtype=dtype, meta=np.empty((0,) * len(index), dtype=dtype), concatenate=True,
         align_arrays=False,  # all chunks match; aligning would warn about the outer product
         **options,
@@ -116,6 +117,8 @@ def block_tasks(
 
 def shared_task(job: FeaturizeJob, name: str) -> Any:
     """Return what all blocks share as one task, so that a graph does not grow with their number."""
+    # The weights of checkpoints come with ``checkpoint_items``, each to its own tasks. Without
+    # ``traverse=False`` dask would search all fields of the job for lazy values.
     shared = replace(job, model=job.model.at_checkpoints(()), counted_as=counted(name))
     return dask.delayed(shared, name=f"job-{name}", traverse=False)
 
@@ -124,6 +127,7 @@ def checkpoint_items(prepared: GraphInputs, token: str) -> da.Array:
     """Return each checkpoint, with the values fitted to it, as one item: they may be large."""
     checkpoints, fit = prepared.job.model.checkpoints, prepared.fit
     items = np.empty(len(checkpoints), object)
+    # Assigned to an array of objects: numpy would make two columns of a list of pairs.
     items[:] = [(checkpoint, {}) for checkpoint in checkpoints]
     array: da.Array = da.from_array(items, chunks=1, name=f"checkpoint-{token}")
     if not fit:

@@ -64,6 +64,8 @@ class Partition:
 
     def products(self, vectors: Mapping[str, Tensor], n_samples: int) -> Products:
         """Return the stream that multiplies the gradients of some samples with vectors."""
+        # One row for each token, and, apart from them, one row of a sample for layers without
+        # tokens.
         if self.groups is None:
             n_others = n_samples if self.has_others else 0
             return Products(vectors, n_samples * self.size - n_others, n_others=n_others)
@@ -124,6 +126,7 @@ class BlockSamples:
         # A copy, because torch cannot share read-only memory, such as a memory-mapped file.
         inputs = zip(self.job.inputs, self.arrays, strict=True)
         batch = Batch({name: torch.tensor(array[part]) for name, array in inputs})
+        # Before it moves, so that padding is not sent to a device.
         batch = trimmed(self.job.model.task, batch) if self.trims else batch
         if float64_device(self.device).type != self.device.type:  # it has no float64
             batch = Batch(
@@ -233,6 +236,7 @@ class BlockResults:
             )
         for array, values in zip(self.arrays, block, strict=True):
             array[part] = values
+            # ``array[part]`` is a view, so this writes to the array.
             array[part][list(bad)] = np.nan
         for row, name in bad.items():
             self._record(part.start + row, f"the {name} is NaN or infinite")
@@ -251,6 +255,8 @@ class BlockResults:
     def result(self) -> tuple[np.ndarray, ...]:
         """Return the block, or raise the first error if all of several samples failed."""
         n = len(self._positions)
+        # Only where the model raised an error each time, which is a mistake in the setup. Numbers
+        # that are not finite are results of a model that runs.
         if 1 < n == len(self._raised):
             raise self._raised[0]
         block = tuple(array[..., None] for array in self.arrays)

@@ -182,6 +182,7 @@ def featurize(
     >>> error[error != ""].values.tolist()
     ['the output is NaN or infinite']
     """
+    # 1. All that is known before anything runs.
     prepared = prepare(
         samples,
         model,
@@ -193,16 +194,21 @@ def featurize(
         device=device,
         on_error=on_error,
     )
+    # 2. Blocks as from_arrays made them may be joined. Their size tells, because the attr stays
+    # when somebody rechunks samples.
     if samples.attrs.get("chunks") == "auto" and max(prepared.rows) == ROWS:
         prepared = _joined(prepared)
     job, n_samples = prepared.job, max(prepared.rows)
     require_block_fits(job.projector.projector, job.row_map.n_rows, n_samples, memory_limit())
+    # 3. The graph, as a Dataset. Each column knows its number, so that nobody takes a selection of
+    # columns for all of them.
     arrays = lazy_arrays(prepared) | prepared.fit
     data = {name: VARIABLES[name].holding(array) for name, array in arrays.items()}
     coords = {**prepared.coords, COLUMN: (PROJ_DIM, np.arange(job.proj_dim))}
     features = xr.Dataset(data, coords=coords, attrs=as_text(prepared.attrs))
     if TRAINED_ON in samples.coords:
         features[TRAINED_ON] = _trained_on(samples, features)
+    # 4. Features that are like others can be multiplied with them, or appended to them.
     if like is not None:
         if {*checkpoint_names(like)} & {*checkpoint_names(features)}:
             require_comparable(like, features, "these")

@@ -100,7 +100,12 @@ def prepare(
     partition = divide(model, inputs) if divide else None
     engines, reason = _engines(gradients, model, partition, like)
     _log.info("gradients by %s: %s", " or ".join(engines), reason)
-    held = _elements_at_once(engines, model, partition, adds_up=adds_up)
+    sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
+    held = elements_at_once(engines[0], model.meta_module(), sizes)
+    if adds_up:  # the products of its axes take the whole gradient of a weight, and turn a copy
+        held += max(sizes.values())
+    if partition and engines == ("tokens",):
+        held *= partition.size
     # 6. What all tasks share, and what features say of how they were made.
     job = FeaturizeJob(
         model=model,
@@ -150,17 +155,6 @@ def _require_fitted_to(fitted: Fitted, spec: Mapping[str, Any]) -> None:
     )
     what = "the projector and the model that it was fitted to"
     require_same(of_fit, of_model, what=what, names=tuple(of_fit))
-
-
-def _elements_at_once(
-    engines: tuple[str, ...], model: Model, partition: Partition | None, *, adds_up: bool
-) -> int:
-    """Return how many gradient elements of a sample the first of the engines holds at once."""
-    sizes = {name: math.prod(shape) for name, shape in model.shapes.items()}
-    held = elements_at_once(engines[0], model.meta_module(), sizes)
-    if adds_up:  # the products of its axes take the whole gradient of a weight, and turn a copy
-        held += max(sizes.values())
-    return held * partition.size if engines == ("tokens",) and partition else held
 
 
 def _attrs(job: FeaturizeJob, bound: Fitted, source: Any) -> dict[str, Any]:
@@ -256,6 +250,7 @@ def _engines(
         return (gradients,), "as asked"
     first, reason = choose_engine(model.meta_module(), model.task, tuple(model.shapes))
     order, before = list(ENGINES), None if like is None else like.attrs.get("gradients")
+    # Who asked for a later engine then may know that the model does not run by earlier ones.
     if before in order and order.index(before) > order.index(first):
         first, reason = before, "as the features that these are like"
     return tuple(order[order.index(first) :]), reason
@@ -280,6 +275,7 @@ def inputs_of(samples: xr.Dataset, model: Model) -> dict[str, da.Array]:
 
 def _batch_size(batch_size: int | Literal["auto"], engine: str, held: int) -> int:
     if batch_size == "auto":
+        # In float32. Nothing is held as a whole where all gradients come in slices.
         fits = _MICRO_BATCH_BYTES // (4 * max(held, 1))
         if engine == "hooks":
             # Autograd also stores the activations, which usually take more memory than gradients.

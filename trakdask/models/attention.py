@@ -33,6 +33,8 @@ def projections(module: nn.Module) -> Mapping[str, Mapping[str, GradientRule]]:
 
     Nothing for other modules, and for an attention whose code or weights have been replaced.
     """
+    # By its function and not by its class: a subclass that inherits the function is known, too, and
+    # one that overrides it may compute something else.
     is_torchs = getattr(module.forward, "__func__", None) is nn.MultiheadAttention.forward
     known = {name for of_projection in _RULES.values() for name in of_projection}
     return _RULES if is_torchs and known.issuperset(dict(module.named_parameters())) else {}
@@ -41,6 +43,7 @@ def projections(module: nn.Module) -> Mapping[str, Mapping[str, GradientRule]]:
 @contextmanager
 def visible(module: nn.Module, hooks: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """Call a hook at each projection, as if it were a module, while the ``with`` body runs."""
+    # An attribute of the instance hides the method of the class, so no other attention is affected.
     module.forward = partial(_attend, module, hooks)
     try:
         yield
@@ -77,6 +80,7 @@ def _attend(
     if key_padding_mask is not None and not is_batched:
         key_padding_mask = key_padding_mask[None]
     # 2. As many projections as torch computes: one where all three inputs are the same tensor.
+    # The caller's tensors are compared: those in one layout are new objects, even of one tensor.
     if module._qkv_same_embed_dim and key is value:
         spans = [(0, 3)] if query is key else [(0, 1), (1, 3)]
     else:
@@ -96,6 +100,7 @@ def _attend(
     mask = _mask(q, attn_mask, key_padding_mask, n_added)
     weights = None
     if need_weights:
+        # No dropout here or below: models are in evaluation mode.
         products = (q * q.shape[-1] ** -0.5) @ k.mT
         weights = (products if mask is None else products + mask).softmax(-1)
         mixed = weights @ v
@@ -120,6 +125,8 @@ def _in_projection(
     if module._qkv_same_embed_dim:
         y = functional.linear(x, module.in_proj_weight[rows], bias)
     else:
+        # Weights of different widths are three parameters, and layers of their own. The bias is
+        # one.
         name = _SEPARATE[start]
         y = seen(name, x, functional.linear(x, getattr(module, f"{name}_weight"), bias))
     # The rows of the whole matrix are one layer. Rows that are not used here get the gradient 0.
@@ -132,10 +139,14 @@ def _mask(
     q: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None, n_added: int
 ) -> Tensor | None:
     """Return the mask to add to the products of queries and keys; 0 for keys that were added."""
+    # Both as numbers to add, since booleans have opposite meanings: True forbids a key in the masks
+    # of this module, and allows it in those of scaled_dot_product_attention.
     masks = []
     if attn_mask is not None:
+        # (queries, keys), or (batch * heads, queries, keys).
         masks.append(attn_mask if attn_mask.ndim == 2 else attn_mask.unflatten(0, q.shape[:2]))
     if key_padding_mask is not None:
+        # (batch, keys)
         masks.append(key_padding_mask[:, None, None])
     for i, mask in enumerate(masks):
         if mask.dtype == torch.bool:

@@ -36,6 +36,7 @@ def by_sample(value: Tensor, axis: int | None, n_samples: int) -> Tensor:
     """Return a tensor of a call, (samples, ...); one that all samples share is expanded."""
     if axis is not None:
         return batch_first(value, axis, n_samples)
+    # A first axis of length 1 stands for the samples already, as in class tokens and positions.
     alone = value if value.shape[:1] == (1,) else value[None]
     return alone.expand(n_samples, *alone.shape[1:])
 
@@ -62,6 +63,8 @@ def split_axis(value: Tensor, axis: int, n_samples: int) -> Tensor:
             f"expected as many rows of a layer's input or output for every sample, got "
             f"{value.shape[axis]} for {n_samples} samples; try gradients='vmap', or 'loop'"
         )
+    # The rows of a sample are taken to be neighbours, as flatten(0, 1) makes them. A model that
+    # interleaves samples gets wrong gradients here, which the comparison with autograd finds.
     return value.unflatten(axis, (n_samples, -1))
 
 
@@ -158,7 +161,10 @@ def local_gradients(
     ) -> Tensor:
         args, kwargs = tree_unflatten(inputs, spec)
         returned = read.call(call.module, {**tensors, **selected}, args, kwargs)
+        # Numbered as the deltas are: the collector taps the floating-point tensors in this order.
         outputs = [y for y in tree_leaves(returned) if is_floating(y)]
+        # Its gradient is deltaᵀ · ∂output/∂parameter, as in a backward pass that arrives with
+        # delta.
         terms = [(outputs[i] * weight).sum() for i, weight in zip(used, weights, strict=True)]
         return torch.stack(terms).sum()
 

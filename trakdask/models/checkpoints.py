@@ -61,6 +61,7 @@ class States:
                 self.by_digest[digest] = read()
             self.by_digest.move_to_end(digest)
             sizes = {d: sum(t.nbytes for t in s.values()) for d, s in self.by_digest.items()}
+            # A task that still uses tensors keeps them alive.
             while len(sizes) > _FEWEST_STATES and sum(sizes.values()) > self.most_bytes:
                 del sizes[self.by_digest.popitem(last=False)[0]]
             return self.by_digest[digest]
@@ -128,11 +129,13 @@ def make_checkpoints(
     ValueError
         If there is no checkpoint, one is given twice, or ids are invalid.
     """
+    # 1. Names, and the tensors by the names of the model.
     named = _named(checkpoints)
     if not named:
         raise ValueError("expected at least one checkpoint, got none; try checkpoints=['model.pt']")
     fit = partial(fitted, key=key, prefix=prefix)
     opened = [_open(name, value, module, fit, base_of) for name, value in named.items()]
+    # 2. Equal weights would get equal random matrices, and count twice in each mean of checkpoints.
     digests = [checkpoint.digest for checkpoint in opened]
     if len(set(digests)) < len(digests):
         twice = [checkpoint.name for checkpoint in opened if digests.count(checkpoint.digest) > 1]
@@ -140,6 +143,7 @@ def make_checkpoints(
             f"expected checkpoints with different weights, got the same in {twice}; try leaving "
             "the copies out"
         )
+    # 3. A number for each, which selects its random matrix.
     numbers = [int(digest[:8], 16) for digest in digests]
     if ids is not None:
         what, remedy = "each of checkpoint_ids", "try checkpoint_ids=None, for ids from the content"
@@ -215,6 +219,7 @@ def read_content(place: str) -> Any:
             if place.endswith(".safetensors"):
                 return safetensors.torch.load(file.read())
             return torch.load(file, map_location="cpu", weights_only=True)
+        # These say enough by themselves, and the file may be whole.
         except (OSError, MemoryError):
             raise
         except Exception as err:  # on other bytes the unpickler fails in many ways
@@ -254,6 +259,8 @@ def _named(
 ) -> dict[str, CheckpointLike]:
     if isinstance(checkpoints, (str, Path)):
         folder = folder_at(location(checkpoints))
+        # A folder that has weights itself is one checkpoint, although there may be others in it:
+        # Trainer saves the last model above the checkpoints of its run.
         of_run = checkpoint_folders(folder) if folder and not weight_files(folder) else []
         return _named(of_run or [checkpoints])
     if isinstance(checkpoints, Mapping):
@@ -266,6 +273,7 @@ def _named(
     values = list(checkpoints)
     places = [location(value) for value in values if isinstance(value, (str, Path))]
     names = [Path(place).name if folder_at(place) else Path(place).stem for place in places]
+    # State dicts have no names, and files of several runs often have the same ones.
     if not len(names) == len(values) == len(set(names)):
         names = [str(position) for position in range(len(values))]
     return dict(zip(names, values, strict=True))
@@ -278,6 +286,7 @@ def _open(
     fit: Callable[[nn.Module, Any, str], State],
     base_of: Callable[[Folder | None], Checkpoint | None],
 ) -> Checkpoint:
+    # 1. The tensors in the checkpoint, by their names in the model.
     folder, source = None, None
     if isinstance(value, (str, Path)):
         place = location(value)
@@ -287,7 +296,10 @@ def _open(
         state = source(module)
     else:  # copied, because the caller may continue to train the module
         state = fit(module, value, name)
+        # In place, because the versions of a module that loads itself are an attribute of its
+        # state.
         state.update({n: tensor.detach().cpu().clone() for n, tensor in state.items()})
+    # 2. The base model, where these are only the tensors of an adapter.
     base = base_of(folder) if base_names(module) - set(state) else None
     if base is not None:
         require_whole(module, cached_state(base, module) | state, name)
@@ -310,7 +322,7 @@ def read_files(
     module: nn.Module,
     places: Iterable[str],
     name: str,
-    fit: Callable[[nn.Module, Any, str], State] = fitted,
+    fit: Callable[[nn.Module, Any, str], State],
 ) -> State:
     """Read a checkpoint from its only file, or from its shards."""
     content, *shards = (read_content(place) for place in places)
@@ -325,6 +337,7 @@ def read_base(module: nn.Module, places: Iterable[str]) -> State:
     Tensors that do not fit are left out, because the adapter may have brought its own: embeddings
     of more words.
     """
+    # A copy, out of which the adapters are taken; the caller's module keeps its own.
     base, names = without_adapters(copy.deepcopy(module))
     needed = base.state_dict()
     state = read_files(base, places, "base model", partial(fitted, strict=False))
@@ -389,5 +402,7 @@ def folder_at(place: str) -> Folder | None:
     """Return the folder at a path or URL, or None for a file."""
     if "://" in place:
         fs, path = fsspec.core.url_to_fs(place, **UNCACHED)
+        # Object stores have no empty folders. So what is no file may be a folder, and if it is
+        # none, require_weight_files finds no weights in it.
         return None if fs.isfile(path) else Folder(place)
     return Folder(place) if os.path.isdir(place) else None

@@ -107,6 +107,9 @@ class _Keeper:
         self._since: list[float] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
+        # Trainer calls a callback at every event, and does not ask which methods it has. Other
+        # names must be missing, because copy and pickle look some up that begin with two
+        # underscores.
         if name.startswith("on_"):
             return lambda *args, **kwargs: None  # at other events
         raise AttributeError(name)
@@ -120,6 +123,8 @@ class _Keeper:
                 "td.Model(build, checkpoints=args.output_dir)"
             )
         kept = [Path(url).name for url in checkpoint_folders(self._files)]
+        # A run that continues another one begins with the step of the checkpoint that it resumed
+        # from.
         if kept and not state.global_step:
             raise FileExistsError(
                 f"expected no checkpoints in {str(self.folder)!r} at the start of a run, got "
@@ -131,6 +136,7 @@ class _Keeper:
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **context: Any) -> None:
         """Note the learning rate of the step."""
+        # Before the step: afterwards, the scheduler has set the rate of the next one.
         self._since.append(float(context["optimizer"].param_groups[0]["lr"]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **context: Any) -> None:
@@ -151,14 +157,17 @@ class _Keeper:
     def _keep(self, state: Any, model: Any, optimizer: Any) -> None:
         name = f"checkpoint-{state.global_step}"
         rates, self._since = self._since, []
+        # Without a step since the last checkpoint, there is nothing new to keep.
         if not state.is_world_process_zero or not rates:
             return
         # The run that this one continues may have kept this checkpoint, too.
+        # The name of the unfinished folder begins with a point, so checkpoint_folders ignores it.
         with replacing(self.folder / name, partial=self.folder / f".{name}.partial") as partial:
             partial.mkdir()
             if hasattr(model, "save_pretrained"):
                 model.save_pretrained(partial)
             else:
+                # Unlike save_file it accepts tied weights, of which it writes one name.
                 save_model(model, str(partial / "model.safetensors"))
             if self.second_moments:
                 save_file(_moments(model, optimizer), partial / MOMENTS_FILE)
@@ -171,10 +180,12 @@ def _moments(model: Any, optimizer: Any) -> dict[str, Tensor]:
     betas = {id(p): group.get("betas") for group in optimizer.param_groups for p in group["params"]}
     by_name = {}
     for name, parameter in model.named_parameters():
+        # Parameters that are frozen, or had no gradient so far, have no state.
         state = optimizer.state.get(parameter, {})
         if "exp_avg_sq" in state:
             _, beta = betas[id(parameter)]
             moments = state["exp_avg_sq"].detach().to(torch.float32)
+            # A running mean that started from 0 is too small by this factor after so many steps.
             by_name[name] = (moments / (1 - beta ** float(state["step"]))).cpu().contiguous()
     if not by_name:
         raise NotImplementedError(

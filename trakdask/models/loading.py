@@ -35,6 +35,7 @@ def loads_itself(module: nn.Module) -> bool:
     for part in module.modules():
         methods = [getattr(type(part), name) for name in _METHODS]
         hooks = [hook for name in _HOOKS for hook in vars(part)[name].values()]
+        # By the module that defines each: a class without methods of its own has those of torch.
         is_torchs = all(is_library(getattr(c, "__module__", None)) for c in methods + hooks)
         if not is_torchs and part.state_dict():
             return True
@@ -52,6 +53,7 @@ def digest_state(state: Mapping[str, Tensor]) -> str:
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        # Bytes, because numpy has no bfloat16, along one axis, without which torch views no bytes.
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -93,6 +95,7 @@ def load(
     CheckpointError
         If the module does not take the checkpoint, or extra state has objects of own classes.
     """
+    # load_state_dict wants all names of a tied tensor. safetensors keeps only one of them.
     given = {names[name]: tensor for name, tensor in state.items() if name in names}
     tied = {n: given[names[n]] for n in module.state_dict() if names.get(n) in given}
     entries: Any = OrderedDict(tied | dict(state))

@@ -38,6 +38,8 @@ __all__ = ["Model"]
 EMBEDDINGS = torch.nn.Embedding, torch.nn.EmbeddingBag
 """Modules that look up vectors of tokens."""
 
+# Modules that a thread keeps: it can alternate between two models without building them anew.
+# Nothing tells it that a model is gone, so more would only hold memory.
 _MOST_MODULES = 2
 _local = threading.local()
 
@@ -177,9 +179,10 @@ class Model:
             base_of=functools.partial(_base_model, build, module, {}),
         )
         # 4. A second build: each thread makes one, and what no checkpoint has must be the same.
+        # What a module that loads itself has in its attributes may depend on the checkpoint.
         for checkpoint in self.checkpoints if self._loads_itself else (None,):
             self._read(checkpoint)
-            if len(self._state[checkpoint.name if checkpoint else ""]) > 1 and build is self.build:
+            if build is self.build:
                 with torch.random.fork_rng([]):  # as if it were built once
                     self._made(checkpoint)
 
@@ -194,6 +197,8 @@ class Model:
 
     def forward(self, checkpoint: Checkpoint) -> Forward:
         """Return the model at one checkpoint, on this thread's own copy of the architecture."""
+        # Threads share the tensors of a checkpoint, and put them into modules of their own. A
+        # module that loads itself has copies of them.
         module, read = self._read(checkpoint if self._loads_itself else None)
         state = {} if self._loads_itself else cached_state(checkpoint, module)
         parameters, buffers, others = read.with_state(state)
@@ -249,6 +254,8 @@ class Model:
 
     def _read(self, checkpoint: Checkpoint | None) -> tuple[torch.nn.Module, Reading]:
         """Return this thread's own module, which has weights only if it loads them itself."""
+        # Of this thread alone: a call puts tensors into the module, where calls of other threads
+        # would find them.
         modules: dict[str, tuple[torch.nn.Module, Reading]]
         modules = _local.__dict__.setdefault("modules", {})
         key = self.token + (checkpoint.digest if checkpoint else "")
@@ -267,6 +274,7 @@ class Model:
         if checkpoint is not None or not loads_itself(module):  # which may change all of it
             found = read.digests(module)
             first = self._state.setdefault(checkpoint.name if checkpoint else "", found)
+            # Numbers that no call reads may differ, such as a number that build counts up.
             labels = read.labels(module) if found != first else set()
             for name in {**first, **found}:
                 if first.get(name) != found.get(name) and name not in labels:

@@ -76,6 +76,7 @@ def select_parameters(module: nn.Module, selection: Any) -> tuple[str, ...]:
         names = tuple(parameters)
     elif isinstance(selection, type):  # also the parameters of modules inside of its instances
         instances = (part for part in module.modules() if isinstance(part, selection))
+        # By identity: a tied weight is listed under its first name only, which may be elsewhere.
         ids = {id(tensor) for instance in instances for tensor in instance.parameters()}
         names = tuple(name for name, tensor in parameters.items() if id(tensor) in ids)
     elif callable(selection):
@@ -155,6 +156,7 @@ def code_digests(module: nn.Module, task: object, build: object = None) -> dict[
         digests["build"] = _hashed(_of_functions([build], (), orders))
     classes: dict[str, list[type]] = {}
     for kind in {type(part) for part in module.modules() if not is_library(type(part).__module__)}:
+        # Classes of different files may have the same name.
         classes.setdefault(kind.__name__, []).append(kind)
     for name, kinds in sorted(classes.items()):
         digests[name] = _hashed(sorted(_hashed(_of_class(kind, orders)) for kind in kinds))
@@ -224,6 +226,8 @@ def names_read(module: nn.Module, functions: Iterable[FunctionType]) -> tuple[se
     kinds = {kind for part in module.modules() for kind in type(part).__mro__}
     methods = (v for kind in kinds for n, v in vars(kind).items() if n not in _OUTSIDE_OF_CALLS)
     own = {*functions, *filter(None, map(_function, methods))}
+    # Functions whose code may run: methods of the modules, and all that these reach by a name,
+    # through globals, closures, imported modules, classes and decorators.
     todo: list[Any] = [*own]
     while todo:
         function = _function(todo.pop())
@@ -248,5 +252,6 @@ def names_read(module: nn.Module, functions: Iterable[FunctionType]) -> tuple[se
 def _hashed(texts: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for text in texts:
+        # With an end for each text, because "ab", "c" and "a", "bc" are different code.
         digest.update(f"{text}\0".encode())
     return digest.hexdigest()[:16]

@@ -35,17 +35,19 @@ def order_by_length(task: Task, arrays: Mapping[str, np.ndarray[Any, Any]]) -> A
     if not token_variables(task, arrays):
         return None
     used = arrays[MASK] != 0
+    # One more than the last position that is used; argmax finds the first True from the end.
     lengths = np.where(used.any(1), used.shape[1] - used[:, ::-1].argmax(1), 0)
     return np.lexsort((-used.sum(1), -lengths))  # stable; by tokens where padding is on the left
 
 
 def trimmed(task: Task, batch: Batch) -> Batch:
-    """Return the batch without the last tokens that are padding in all of its samples."""
-    names = token_variables(task, batch)
-    if not names:
-        return batch
+    """Return the batch without the last tokens that are padding in all of its samples.
+
+    For samples with a mask, of which :func:`ignores_padding` says that the model ignores padding.
+    """
     used = (batch[MASK] != 0).any(0).nonzero()
-    return _cut(batch, names, int(used[-1]) + 1 if len(used) else 0)
+    length = int(used[-1]) + 1 if len(used) else 0
+    return _cut(batch, token_variables(task, batch), length)
 
 
 def _cut(batch: Batch, names: tuple[str, ...], length: int) -> Batch:
@@ -73,6 +75,7 @@ def ignores_padding(forward: Forward, task: Any, batch: Batch) -> bool:
     places = used[row].nonzero()[:, 0]
     if len(places) < 2 * _LEAST:
         return False
+    # The same tokens twice, once with the second half as padding, and once without it.
     half = int(places[len(places) // 2])
     shorter = row_of(batch, row)
     shorter[MASK] = shorter[MASK].clone()

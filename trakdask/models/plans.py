@@ -72,6 +72,7 @@ def _can_be_copied(forward: Forward, task: Task, batch: Batch, name: str) -> boo
     Copies of different values show it: each sample has the values of a model with its copy.
     """
     parameter = forward.parameters[name].detach()
+    # The second value differs also where the parameter is 0.
     values = [parameter, 1.5 * parameter + 0.1]
     rows = torch.cat([by_sample(value, None, 1) for value in (*values, parameter)])
 
@@ -137,6 +138,7 @@ def hooked(
         for layer in layers:
             hook = hook_of(layer)
             if layer.attention is not None:
+                # All projections of an attention together, since its forward is replaced once.
                 of_attention[layer.attention][layer.path.rpartition(".")[2]] = hook
             else:
                 part = module.get_submodule(layer.path)
@@ -165,6 +167,8 @@ def has_pooled_layers(
     layers, shapes_of = hookable_layers(module, names)[0], {}
     n_tokens = next(iter(inputs.values())).shape[1]
     with suppress(Exception), fake_tensor_mode():
+        # Tensors of checkpoints are on the meta device. Here they become tensors that seem to be on
+        # the CPU, still without values. The module has all others.
         state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         state = {name: torch.empty_like(t, device="cpu") for name, t in state.items() if t.is_meta}
         for n in (2, 3):

@@ -50,6 +50,7 @@ class Products:
         self._vectors, self._groups = vectors, groups or {}
         first = next(iter(vectors.values()))
         shape = (n_rows, n_groups, len(first))
+        # (sample or token, part, vector), in float64, as many small terms are added one by one.
         self._sums = torch.zeros(shape, dtype=torch.float64, device=float64_device(first.device))
         self._others = self._sums.new_zeros(n_others, 1, len(first))
         self.has_others = n_others > 0
@@ -62,6 +63,7 @@ class Products:
 
     def add(self, name: str, products: Tensor) -> None:
         """Add products of a parameter, (rows, m), that are known already."""
+        # Told apart by their number, which differs unless sequences have one token.
         sums = self._sums if len(products) == len(self._sums) else self._others
         sums[:, self._groups.get(name, 0)] += products.to(sums.device)
 
@@ -73,6 +75,7 @@ class Products:
         """Return the sums, (rows, groups, m) float32; with others, (samples, parts, m)."""
         if not self.has_others:
             return self._sums.float()
+        # (sample * token, 1, vector) becomes (sample, token, vector).
         tokens = self._sums.view(len(self._others), -1, self._sums.shape[2])
         return torch.cat([tokens, self._others], 1).float()
 
@@ -85,6 +88,7 @@ def wide(value: Tensor) -> Tensor:
 def _embedding(module: nn.Embedding, x: Tensor, delta: Tensor, vectors: Tensor) -> Tensor:
     ids, delta = x.flatten(), delta.reshape(-1, module.embedding_dim)
     sums = torch.stack([(table[ids] * delta).sum(1) for table in vectors], 1)
+    # torch gives the row of padding no gradient.
     if module.padding_idx is not None:
         sums[ids == module.padding_idx] = 0
     return sums.view(len(x), -1, len(vectors)).sum(1)

@@ -65,6 +65,8 @@ class Reading:
         """Tensors that are copied for each call; the first call copies more, and shows which."""
         self._kept = ExitStack()
         self._is_keeping = False
+        # 1. Parameters, then buffers, under all names that they have, also where one module is in
+        # the model twice. Parameters come first, so that a tensor which is both is a parameter.
         for kind in ("_parameters", "_buffers"):
             for path, part in module.named_modules(remove_duplicate=False):
                 for key, tensor in vars(part)[kind].items():
@@ -79,6 +81,8 @@ class Reading:
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
         }
         """Parameters that every call changes in place: weights of embeddings with max_norm."""
+        # 2. Everything else that a call may change. Modules inside of attributes have their own
+        # turn.
         modules = {id(part) for part in module.modules()}
         for path, part in module.named_modules():
             own = (vars(part)[name] for name in ("_parameters", "_buffers", "_modules", *_HOOKS))
@@ -99,9 +103,11 @@ class Reading:
     def _read(self, name: str, part: nn.Module, key: str, value: Any, modules: set[int]) -> None:
         """Note the state in an attribute that is neither a parameter nor a buffer."""
         found: list[tuple[str, Any]] = []
+        # Numbers of torch's own layers are their options, which ``digests`` takes from extra_repr.
         has_numbers = not is_library(type(part).__module__)
         for place, container, at, inside, is_own in _inside(name, vars(part), key, value, modules):
             if isinstance(inside, Tensor):
+                # A parameter that is also in a list, say, belongs to the state dict.
                 if self._put(place, container, at, inside) not in self.names:
                     found.append((place, inside))
             elif isinstance(inside, np.ndarray) or (
@@ -178,6 +184,8 @@ class Reading:
             for name, found in self.outside.items()
             if all(type(value) in (int, float) for _, value in found)
             and (key := name.rpartition(".")[2]) not in names
+            # A text may be the beginning of a name that getattr gets, as in getattr(self,
+            # f"ke{x}").
             and not key.startswith(tuple(texts))
         }
 
@@ -203,9 +211,11 @@ class Reading:
     @contextmanager
     def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Put tensors in the module while the ``with`` body runs; then all of it is as before."""
+        # After an earlier call inside of ``keeping``: each call starts from the same state.
         self._kept.close()
         # Most containers, those of hooks, are empty.
         before = [(each, each.copy() if each else ()) for each in self._containers.values()]
+        # Registered before anything is put, so that an error halfway is undone, too.
         self._kept.callback(_restore, before)
         try:
             self.put(tensors)
@@ -283,6 +293,7 @@ def require_replaceable(module: nn.Module) -> None:
     """
     read = Reading(module)
     saved = _saved(read, module)
+    # By place in memory: a view of a parameter is a tensor of its own, with the same values.
     storages = {storage_of(read.tensors[name]): name for name in saved}
     hidden = {place: name for place, name in read.stuck.items() if name in saved}
     for place, value in chain(*read.outside.values()):

@@ -110,6 +110,7 @@ def _require_ties(module: nn.Module, state: State, checkpoint: str) -> None:
     for name, tensor in state.items():
         if name in names:
             other = given.setdefault(names[name], name)
+            # In one precision, as files may mix them, and NaN as 0: it is not equal to itself.
             if not torch.equal(*(t.double().nan_to_num() for t in (state[other], tensor))):
                 raise CheckpointError(
                     f"expected the same tensor as {other!r} and as {name!r}, which are tied in the "
@@ -179,12 +180,15 @@ def _best_attempt(
 
 def _attempts(module: nn.Module, state: State, name: str) -> Iterator[State]:
     needed = {_plain(name): name for name in module.state_dict()}
+    # 1. As they are, or as tensors of a module that had the model inside, such as DDP's.
     for start in ("", *_common_prefixes(state)):
         yield _without(start, state, needed)
+    # 2. As tensors of the only module inside of the model that has any.
     bare = _moved(state, state, "module." if "module." in _common_prefixes(state) else "")
     for start in _common_prefixes(needed):  # the tensors of a module inside of the model
         inside = {needed.get(start + n, n): tensor for n, tensor in bare.items()}
         yield _moved(inside, bare, to=start)
+    # 3. As the class of transformers or PEFT renames them; last, because that copies the model.
     if (loaded := by_class(module, state, name)) is not None:
         yield loaded
 

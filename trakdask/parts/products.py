@@ -77,6 +77,7 @@ def divide(
     job, rows = prepared.job, prepared.rows
     assert job.partition is not None
     shape = (sum(rows), job.partition.size, job.proj_dim, len(job.model.checkpoints))
+    # Nobody computes these: they only give scores their dimensions and coords.
     zeros = da.zeros(shape, dtype=np.float32, chunks=(rows, -1, -1, 1))
     dims = (SAMPLE, job.partition.dim, PROJ_DIM, CHECKPOINT)
     like = xr.Dataset(
@@ -119,6 +120,7 @@ def _token_coords(
 
     def coord(values: da.Array, other: Any) -> Any:
         if n_others:
+            # One column more, for the layers that do not see tokens.
             chunks, meta = (values.chunks[0], values.shape[1] + 1), values._meta
             values = da.map_blocks(_with_other, values, other, chunks=chunks, meta=meta)
         return (SAMPLE, TOKEN), values
@@ -180,6 +182,7 @@ def _modules(parts: Any, model: Model, inputs: dict[str, da.Array]) -> Partition
                 f"expected each parameter in one part, got {name!r} in {owners[0]!r} and in "
                 f"{owners[1]!r}; try globs that exclude each other"
             )
+    # 3. The last part, if a parameter is in no other one, and the number of each parameter's part.
     parts = [*patterns, *([OTHERS] if [] in titles.values() else [])]
     groups = {name: parts.index((owners or [OTHERS])[0]) for name, owners in titles.items()}
     return Partition(MODULE, len(parts), groups, tuple(parts))
@@ -209,8 +212,10 @@ def lazy_products(prepared: GraphInputs, vectors: da.Array) -> dict[str, da.Arra
     samples and checkpoint runs the model. Vectors take 4 bytes per parameter; of more than 256 MiB,
     the model runs once for each 256 MiB.
     """
+    # 1. Vectors in the coordinates of parameters, (vector, row, checkpoint), once for all blocks.
     job, token = prepared.job, tokenize(prepared.token, vectors.name)
     n_rows = job.row_map.n_rows
+    # A task has one chunk of them in memory, beside the model.
     chunked = vectors.rechunk({0: max(1, _VECTOR_BYTES // (4 * n_rows))})
     back = da.blockwise(
         _back_project, "vrc",
@@ -218,6 +223,7 @@ def lazy_products(prepared: GraphInputs, vectors: da.Array) -> dict[str, da.Arra
         new_axes={"r": n_rows}, name=f"back-project-{token}", concatenate=True,
         align_arrays=False, dtype=np.float32, meta=np.empty((0, 0, 0), np.float32),
     )  # fmt: skip
+    # 2. Their products, of one pass of the model for each block and chunk of vectors.
     unfitted = replace(prepared, fit={})  # the vectors are back in the coordinates of parameters
     tasks = block_tasks(_multiply_block, "svc", unfitted, token, back, "vrc")
     assert job.partition is not None
@@ -250,6 +256,7 @@ def _multiply_block(
     flat[~is_finite] = 0  # so that samples, which share the pass, are not taken for the cause
     with running(job, checkpoint, rows, arrays) as samples:
         places, flat = job.row_map, flat.to(samples.device)
+        # Views of the vectors by parameter, (vector, *shape); scalars have an axis of length 1.
         by_name = {
             name: flat[:, places.offset(name) : places.offset(name) + places.size(name)].unflatten(
                 1, places.shape(name) or (1,)

@@ -137,6 +137,7 @@ def score_parts(
     >>> bool(np.allclose(words.sum("token"), scores, rtol=1e-3, atol=1e-4 * abs(scores).max()))
     True
     """
+    # 1. Which side is divided, and into which parts.
     validate(features, ["feature", "out_to_loss"], what="features")
     require_flags(average=average)
     divides_targets = _divides_targets(features, targets, of, by)
@@ -151,6 +152,7 @@ def score_parts(
     prepared, like = divide(
         samples, model, parts=parts, features=features, text=text, on_error=on_error
     )
+    # 2. Vectors from the other side, which the features of parts are multiplied with.
     operands = solver(training, resolved)
     if divides_targets:
         asked = operands.features if of is None else lazy_features(of)
@@ -162,8 +164,11 @@ def score_parts(
             vectors = vectors * weight[:, None, :]
         else:
             (dims, coords), members, (n_groups,) = labels_of_groups(asked, like, by)
+            # A sum of solved vectors is the solved vector of a sum, so that groups cost one solve
+            # each.
             vectors = solve(operands.inverse, operands.sums(asked, members, n_groups))
         results = lazy_products(prepared, vectors)
+        # (target, part, sample or group, checkpoint), of which scores have the third axis first.
         data = da.moveaxis(results["product"], 2, 0)
         coords |= _errors(results, TARGET, f"{TARGET_PREFIX}error")
         attrs = score_attrs(features, like, operands.attrs)
@@ -171,11 +176,14 @@ def score_parts(
         explained = lazy_features(targets)
         dims, coords = labels_of_scores(like, explained)
         results = lazy_products(prepared, operands.vectors(explained))
+        # The weights of the divided samples follow from their Q, which the same pass of the model
+        # gives.
         q = like[[]].assign(out_to_loss=((SAMPLE, CHECKPOINT), results["out_to_loss"]))
         weight = _pooled(operands, operands.weight(q)).astype(results["product"].dtype)
         data = results["product"] * weight[:, None, None, :]
         coords |= _errors(results, SAMPLE, "error")
         attrs = score_attrs(features, targets, operands.attrs)
+    # 3. The mean of checkpoints, and what the parts are.
     if average:
         data = data.mean(axis=-1, dtype=data.dtype)
     attrs |= {"parts": like.attrs["parts"]}

@@ -89,9 +89,11 @@ def from_arrays(
             "td.from_arrays({'image': images})"
         )
     size = block_size(chunks)
+    # 1. Model inputs, and those of them that are to become coords.
     as_coords = fields_as_coords(coords, arrays)
     variables = {n: lazy_variable(n, a, size) for n, a in arrays.items() if n not in as_coords}
     chosen = {name: arrays[name] for name in as_coords}
+    # 2. The coords, which are in memory: lazy ones are computed here.
     lazy = (da.Array, zarr.Array)
     loaded = {n: np.asarray(a) if isinstance(a, lazy) else a for n, a in chosen.items()}
     return assemble(variables, loaded or coords, chunks)
@@ -153,6 +155,7 @@ def validate_samples(ds: xr.Dataset) -> xr.Dataset:
                 f"ds.rename(row={SAMPLE!r}), or ds.drop_vars({name!r})"
             )
     ds = ds.transpose(SAMPLE, ...)
+    # Without an index, because xarray aligns Datasets by it: samples would be reordered or dropped.
     ds = ds.reset_index(list(ds.xindexes))  # of a multi-index, the levels remain
     if SAMPLE in ds.coords:
         ds = ds.rename_vars({SAMPLE: "sample_id"})
@@ -172,14 +175,15 @@ def validate_samples(ds: xr.Dataset) -> xr.Dataset:
 def data_of(array: xr.DataArray) -> Any:
     """Return the array of a variable, made lazy if xarray would read it from a file here."""
     variable = array.variable
+    # xarray has no public name for data that it has not read from their file yet.
     if variable.chunks is None and not getattr(variable, "_in_memory", True):
         return plain(array.chunk().data)
     data = plain(array.data)
     return data if isinstance(data, da.Array) else np.asarray(data)
 
 
-def lazy_variable(name: str, array: Any, size: int) -> xr.Variable:
-    """Make an array lazy, in blocks of ``size`` samples."""
+def lazy_variable(name: str, array: Any, size: int | None) -> xr.Variable:
+    """Make an array lazy, in blocks of ``size`` samples; without it, dask's keep their chunks."""
     what = f"variable {name!r}"
     if is_tensor(array) or isinstance(array, np.ndarray | list | tuple | pd.Series):
         array = to_numpy(what, array)
@@ -196,7 +200,7 @@ def lazy_variable(name: str, array: Any, size: int) -> xr.Variable:
                 f"expected {what} without a mask, got a masked array; try "
                 "dask.array.ma.filled(array, value)"
             )
-        return variable_of(name, array.rechunk(chunks))
+        return variable_of(name, array if size is None else array.rechunk(chunks))
     if isinstance(array, zarr.Array):
         identity = [str(array.store_path), array.metadata.to_dict()]
         token = json.dumps(identity, default=str, sort_keys=True)
@@ -212,6 +216,7 @@ def lazy_variable(name: str, array: Any, size: int) -> xr.Variable:
         opened or array, chunks=tuple(chunks.values()), name=f"read-{name}-{content}-{size}",
         meta=np.empty((0,) * array.ndim, array.dtype),
     )  # fmt: skip
+    # Files may have the other order of bytes, which torch does not take.
     lazy = lazy.astype(array.dtype.newbyteorder("="), copy=False)
     return variable_of(name, lazy, content)
 

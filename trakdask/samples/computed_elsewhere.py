@@ -17,7 +17,7 @@ from trakdask.provenance import as_text
 from trakdask.samples.array_source import data_of, lazy_variable
 from trakdask.samples.coords import normalise_coord, normalise_coords, require_order
 from trakdask.samples.datasets import source_of
-from trakdask.samples.sources import block_size, joined_rows, variable_of
+from trakdask.samples.sources import block_size, joined_rows
 from trakdask.variables import (
     CHECKPOINT,
     PROJ_DIM,
@@ -109,18 +109,22 @@ def from_features(
     asked = {"feature": feature, "output": output, "out_to_loss": out_to_loss}
     arrays = {name: _labelled(name, a, size) for name, a in asked.items() if a is not None}
     arrays = {name: aligned(a, arrays["feature"], what=name) for name, a in arrays.items()}
+    # 1. Their identity, before blocks and dtypes give dask's arrays other names.
     source = source_of(xr.Dataset({name: a.variable for name, a in arrays.items()}), ())
     for name, array in arrays.items():
         chunks_of = {SAMPLE: size, PROJ_DIM: -1, CHECKPOINT: 1}
         floating = array.variable.astype(np.result_type(array.dtype, np.float32))
         blocks = floating.chunk({dim: chunks_of[str(dim)] for dim in array.dims})
         arrays[name] = array.copy(data=plain(blocks.data))  # DataArray.chunk would make coords lazy
+    # 2. What is missing: Q = 1, and coords.
     first = arrays["feature"]
     if out_to_loss is None:
         arrays["out_to_loss"] = xr.ones_like(first.sum(PROJ_DIM))
     n = first.sizes[SAMPLE]
     known = {str(name): v.compute() for name, v in coords_along(first, SAMPLE).items()}
     metadata = normalise_coords(known, n) | normalise_coords(coords, n)
+    # 3. Attrs that features of gradients have, too. ``made_by`` is what tells features apart, since
+    # nothing is known of any weights.
     names = list(map(str, first[CHECKPOINT].values))
     attrs = {
         "made_by": made_by,
@@ -154,8 +158,7 @@ def _labelled(name: str, array: Any, size: int) -> xr.DataArray:
     data = data_of(array) if named else array
     # Not in blocks yet if it is lazy, because blocks of other sizes would be made of all
     # checkpoints first.
-    is_lazy = isinstance(data, da.Array)
-    lazy = variable_of(name, data) if is_lazy else lazy_variable(name, data, size)
+    lazy = lazy_variable(name, data, None if isinstance(data, da.Array) else size)
     if named:
         labelled = array.copy(data=lazy.data)
     else:

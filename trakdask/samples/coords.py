@@ -132,8 +132,10 @@ def normalise_coord(name: str, values: Any, n: int) -> np.ndarray[Any, Any]:
     if array.shape != (n,):
         of_samples = f"expected one value for each of the {n} samples"
         raise ValueError(f"{of_samples} in coord {name!r}, got shape {array.shape}")
+    # Strings of a dtype with ``na_object`` may be missing.
     if array.dtype.kind == "O" or hasattr(array.dtype, "na_object"):
         array = _from_objects(name, array.astype(object, copy=False))
+    # No long double, whose size depends on the machine.
     if array.dtype.kind in "biu" or (array.dtype.kind == "f" and array.dtype.itemsize <= 8):
         return array.astype(array.dtype.newbyteorder("="), copy=False)
     if array.dtype.kind == "M":
@@ -217,8 +219,10 @@ def to_numpy(what: str, values: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
     """Convert a tensor, a number or (nested) lists; bfloat16, which numpy lacks, to float32."""
     try:
         if is_tensor(values):
+            # Tensors may be conjugated or negated by a flag alone, which numpy does not know.
             values = values.detach().cpu().resolve_conj().resolve_neg()
             values = (values.float() if str(values.dtype) == "torch.bfloat16" else values).numpy()
+        # numpy drops the masks of arrays in a list, and asarray the mask of an array.
         elif isinstance(values, list | tuple) and any(map(np.ma.isMaskedArray, values)):
             values = np.ma.stack(values)
         array = np.asanyarray(values, dtype)
@@ -250,6 +254,7 @@ def _from_objects(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any
         with suppress(ValueError):  # of several time zones
             return _from_pandas(pd.Series(pd.to_datetime(list(array))))
     if kind in ("boolean", "integer", "floating", "mixed-integer-float"):
+        # numpy finds the dtype of Python's numbers, but not that of an array of objects.
         return np.array(array.tolist())
     if (missing := np.asarray(pd.isna(array))).any():
         raise ValueError(

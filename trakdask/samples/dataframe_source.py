@@ -108,6 +108,7 @@ def from_dataframe(
     >>> train.input_ids.values.tolist(), train.attention_mask.values.tolist()
     ([[1, 2, 0], [3, 0, 0]], [[1, 1, 0], [1, 0, 0]])
     """
+    # 1. Columns that are read, each of which the table has once.
     size = block_size(chunks)
     columns, table = _columns(variables, max_length, truncate), _table(source)
     columns_of = [coords] if isinstance(coords, str) else coords or ()
@@ -120,6 +121,7 @@ def from_dataframe(
                 f"expected the name of one column, got {column!r}, which {n} of the columns "
                 f"{available} have; try {repr(remedy) if remedy else 'one of these'}"
             )
+    # 2. Lazy variables and loaded coords, by the kind of the table.
     metadata = list(dict.fromkeys(names.values()))
     if isinstance(table, pd.DataFrame):
         arrays = columns.arrays(table, 0)
@@ -174,10 +176,12 @@ def _from_dask(
 ) -> tuple[dict[str, xr.Variable], pd.DataFrame]:
     # Delayed objects, because dask may fuse partitions of a DataFrame differently for each column.
     parts = frame[columns.names].to_delayed()
+    # One call for all that is needed here, because each call would read the partitions again.
     heads = [(part.shape[0], part.head(1)) for part in parts]
     computed, loaded = dask.compute(heads, frame[metadata].to_delayed() if metadata else [])
     lengths = [length for length, _ in computed]
     require_samples(sum(lengths), "the table")
+    # Partitions may be empty, as after a filter.
     first = next(head for length, head in computed if length)
     for column, value in first.iloc[0].items():
         if isinstance(value, str) and value.startswith(("[", "(", "array(")):
@@ -188,6 +192,7 @@ def _from_dask(
             )
     fields = fields_of(columns.arrays(first, 0))
     starts = np.cumsum([0, *lengths]).tolist()
+    # Pure, so that the names of tasks follow from their inputs, and are the same in each process.
     convert = dask.delayed(_convert, pure=True)
     blocks = [
         da.from_delayed(
@@ -197,6 +202,7 @@ def _from_dask(
         if length
     ]
     whole = da.concatenate(blocks)
+    # The blocks are the partitions here, which have no common size for the names.
     read = unpacked(whole, fields, whole.name, 0)
     lazy = {name: variable.chunk({SAMPLE: size}) for name, variable in read.items()}
     return lazy, pd.concat(loaded) if metadata else pd.DataFrame()

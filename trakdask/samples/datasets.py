@@ -85,6 +85,7 @@ def source_of(ds: xr.Dataset, inputs: Collection[str] | None = None) -> str:
     so such metadata may be added later.
     """
     source = ds.attrs.get("source")
+    # What this function has returned is not the user's, and attrs survive isel: it is made again.
     if source is not None and not _SOURCE.fullmatch(str(source)):
         return str(source)
     coords = sorted(

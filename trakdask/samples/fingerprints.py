@@ -124,6 +124,7 @@ def mapped(array: np.ndarray[Any, Any]) -> OpenedByTasks | None:
     if not array.flags.c_contiguous or array.size == 0:
         return None
     path = os.path.abspath(root.filename)
+    # Where a slice begins in the file, by the addresses of the slice and of the whole map.
     offset = root.offset + array.ctypes.data - root.ctypes.data
     where = path, array.dtype.str, offset, array.shape, _version(path)
     return OpenedByTasks(partial(_map, *where), repr(where), array.shape, array.dtype)
@@ -209,6 +210,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if is_tensor(obj):
             import torch  # there is a tensor, so it is loaded
 
+            # As bytes, because numpy has no bfloat16; dtype and shape stand beside them.
             flat = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             return _reduced("tensor", (str(obj.dtype), tuple(obj.shape), _array_state(flat)))
         if type(obj) in (np.ndarray, np.memmap) and obj.dtype.kind in "biufcmMSU":
@@ -256,6 +258,7 @@ def _is_importable(obj: Any) -> bool:
     definition: Any = module
     for name in obj.__qualname__.split("."):
         definition = getattr(definition, name, None)
+    # Not if its name has got another meaning since, as where a notebook defines it again.
     return definition is obj
 
 
@@ -266,6 +269,7 @@ def _function_state(function: types.FunctionType) -> Any:
             cells.append(cell.cell_contents)
         except ValueError:  # the cell is empty: its variable is not bound yet
             cells.append(None)
+    # Globals that the code names. The whole file has more, which may change without an effect.
     known = sorted({*names_used(function.__code__)} & function.__globals__.keys())
     used = [(name, function.__globals__[name]) for name in known]
     return function.__code__, function.__defaults__, function.__kwdefaults__, cells, used

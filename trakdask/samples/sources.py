@@ -105,9 +105,11 @@ def joined_rows(n: int, feature_bytes: int, input_bytes: int = 0) -> int:
     >>> joined_rows(10**6, 4 * 2048), joined_rows(10**4, 4 * 2048)
     (2048, 512)
     """
+    # So many that threads which are done do not wait long for the last block.
     least_blocks = max(_LEAST_BLOCKS, _BLOCKS_PER_TASK * n_slots())
     wanted = -(-_FEATURE_BYTES // (ROWS * max(feature_bytes, 1)))
     allowed = min(n // (ROWS * least_blocks), _INPUT_BYTES // (ROWS * max(input_bytes, 1)))
+    # A multiple of 512, so that blocks are joined as a whole, and no task reads a part of one.
     return ROWS * max(1, min(wanted, allowed))
 
 
@@ -135,6 +137,7 @@ def read(
 def lazy_fields(source: Source, chunks: int | Literal["auto"]) -> dict[str, xr.Variable]:
     """Build the lazy variables of a source: one read per block serves all variables."""
     size, n = block_size(chunks), len(source)
+    # In the names of tasks, which are then the same in every process.
     token = fingerprint(source)
     # One object per block, but with the chunks of the samples, so that blockwise can match them.
     blocks = da.map_blocks(
@@ -156,6 +159,7 @@ def unpacked(
     """Return the lazy variables of blocks that are mappings from variables to arrays."""
     variables = {}
     for name, field in fields.items():
+        # Axis 0 is that of the samples, which ``blocks`` has; all others are new.
         axes = tuple(range(field.ndim))
         content = content_of(name, token)
         array = da.blockwise(

@@ -88,6 +88,7 @@ class Columns:
         mask = np.arange(width) < lengths[:, None]
         padded = np.full((*mask.shape, *values.shape[1:]), _FILL.get(name, 0), values.dtype)
         starts = np.cumsum(lengths) - lengths
+        # (row, width) places in ``values``, the concatenated lists; only those in the mask exist.
         padded[mask] = values[(starts[:, None] + np.arange(width))[mask]]
         return padded, mask
 
@@ -102,7 +103,9 @@ def _column_of(table: pa.Table | pd.DataFrame, name: str) -> Any:
     if values.dtype.kind != "O":
         return values
     if len(values) and isinstance(values[0], np.ndarray) and values[0].ndim > 1:
+        # Arrow has no lists of arrays with several axes.
         return np.stack(list(values))
+    # NaN stays a number. Arrow takes it for a missing value where it gets a Series of pandas.
     return pa.array(values, from_pandas=False)
 
 
@@ -115,6 +118,7 @@ def _stacked(name: str, column: Any, samples: np.ndarray) -> np.ndarray:
     if not _is_list(column.type):
         return np.asarray(column.to_numpy(zero_copy_only=False))
     values, lengths = _flattened(name, column, samples)
+    # Compared with a slice, because a part of a table may have no rows.
     if len(other := np.flatnonzero(lengths != lengths[:1])):
         raise ValueError(
             f"expected lists of length {int(lengths[0])} in variable {name!r}, as sample "
@@ -127,6 +131,8 @@ def _stacked(name: str, column: Any, samples: np.ndarray) -> np.ndarray:
 def _flattened(name: str, column: Any, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the entries of all lists of a column, one after the other, and the lists' lengths."""
     lengths = np.asarray(pc.list_value_length(column).to_numpy(zero_copy_only=False))
+    # Not ``values``, which has the entries of all rows, also of those that a slice leaves out.
+    # Lists may hold lists, so their entries are a column again.
     return _stacked(name, column.flatten(), np.repeat(samples, lengths)), lengths
 
 
@@ -190,6 +196,7 @@ class Files:
         # The rows at which the groups of each file begin and end, counted from its first.
         ends = (np.cumsum([0, *groups]) for groups in sizes)
         self._files = list(zip(files, ends, strict=True))
+        # Pickled with this object, they identify files that are too far to be hashed.
         infos = map(self._fs.info, files)
         keys = ("size", "mtime", "LastModified", "ETag")
         self._versions = [[str(info.get(key)) for key in keys] for info in infos]
@@ -213,6 +220,7 @@ class Files:
         for path, ends in self._files:
             low, high = max(start - before, 0), min(stop - before, int(ends[-1]))
             if low < high:
+                # The groups that the first and the last of these rows are in.
                 first, last = np.searchsorted(ends, [low, high - 1], side="right") - 1
                 table = self._read(path, range(first, last + 1), names)
                 yield before + low, table.slice(low - int(ends[first]), high - low)
@@ -253,6 +261,7 @@ class Files:
 def _record_batches(file: Any) -> tuple[Any, Iterator[Any]]:
     """Return schema and batches of an Arrow file, which is a stream or has an index at its end."""
     try:
+        # Both kinds have the same suffixes, so the first bytes decide.
         stream = pa.ipc.open_stream(file)
         return stream.schema, iter(stream)
     except pa.ArrowInvalid:

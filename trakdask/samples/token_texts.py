@@ -81,6 +81,8 @@ def _is_of_lists(decode: Callable[..., Any], ids: Sequence[int]) -> bool:
 
 def _divided(decode: Callable[[tuple[int, ...]], str], ids: Sequence[int]) -> list[str]:
     """Return what each token adds to the text of the token before it."""
+    # A token is decoded behind the one before it, because decoders treat the beginning of a text in
+    # another way: they leave out its first space.
     texts: list[str] = []
     before: tuple[int, ...] = ()
     while len(texts) < len(ids):

@@ -137,6 +137,7 @@ class _Items:
         return self._n
 
     def __getstate__(self) -> dict[str, Any]:
+        # Locks cannot be pickled, and each process opens the dataset for itself.
         return self.__dict__ | {"_lock": None, "_dataset": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -147,6 +148,7 @@ class _Items:
         with self._lock:
             self._dataset = _open(self.opener) if self._dataset is None else self._dataset
         for index in range(start, stop):
+            # Item by item, so that a thread with a small block does not wait for a large one.
             with self._lock:
                 item = self._item(index)
             yield index, item
@@ -194,6 +196,7 @@ class _Items:
                 "them"
             )
         values = {name: item[name] for name in wanted}
+        # Numbers of Python get the dtypes that torch would give them: a float is float32.
         arrays = {
             name: to_numpy(f"variable {name!r} of sample {index}", value, _DTYPES.get(type(value)))
             for name, value in values.items()
@@ -218,6 +221,7 @@ def _open(opener: Any) -> Any:
     dataset = opener
     if isinstance(opener, str):
         dataset = import_callable(opener, "dataset")()
+    # A dataset may be callable itself, and a class has the ``__getitem__`` of its instances.
     elif callable(opener) and (isinstance(opener, type) or not hasattr(opener, "__getitem__")):
         dataset = opener()
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

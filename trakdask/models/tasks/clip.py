@@ -110,8 +110,11 @@ class Clip(HtmlTable):
                     f"{tuple(image.shape)} and {tuple(text.shape)} for checkpoint {name!r}; try "
                     "td.tasks.Clip.negatives_of(model, samples)"
                 )
+            # On the CPU, because the task travels to workers; _margins moves them to the model's
+            # device.
             constants[name] = (image.detach().cpu(), text.detach().cpu())
         flat = {f"{name}/{i}": t for name, pair in constants.items() for i, t in enumerate(pair)}
+        # Stores compare this text in the place of the embeddings, which no attribute can hold.
         object.__setattr__(self, "digest", digest_state(flat)[:32])
         object.__setattr__(self, "negatives", constants)
 
@@ -170,6 +173,7 @@ class Clip(HtmlTable):
         parts = [{n: t[i : i + batch_size].to(device) for n, t in whole.items()} for i in starts]
         embeddings = {}
         for checkpoint in model.checkpoints:
+            # Each checkpoint embeds the negatives anew: margins compare embeddings of one model.
             forward = model.forward(checkpoint).mapped(lambda tensor: tensor.to(device))
             with torch.no_grad():
                 pairs = [task.embed(forward, Batch(part)) for part in parts]
@@ -180,6 +184,7 @@ class Clip(HtmlTable):
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of both margins, (batch,)."""
         image, text, _ = self._call(forward, batch)
+        # As in other tasks, the margin has no temperature.
         by_text, by_image = self._margins(forward, image, text, 1.0)
         return by_text + by_image
 
@@ -217,6 +222,7 @@ class Clip(HtmlTable):
                 "td.tasks.Clip(td.tasks.Clip.negatives_of(model, samples))"
             )
         images, texts = (t.to(image) for t in negatives[name])
+        # φ·ψ, (batch,), against (batch, n) products with the negatives of either kind.
         correct = scale * (image * text).sum(1)
         by_text = correct - (scale * image @ texts.T).logsumexp(1)
         return by_text, correct - (scale * text @ images.T).logsumexp(1)

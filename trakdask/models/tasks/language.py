@@ -188,6 +188,7 @@ class CausalLM(ModelTask):
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of the margins of the predicted tokens, (batch,)."""
         margins, predicted, _ = self._margins(forward, batch)
+        # Not times 0, because margins of padding may be infinite, and the product would be NaN.
         return margins.masked_fill(~predicted, 0).sum(1)
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
@@ -200,12 +201,14 @@ class CausalLM(ModelTask):
             is_last = self._labels(batch)[:, -1] != self.ignore_index
             counted = is_last if self._shift else None
             warn_of_padding(forward, batch[self.inputs[0]], counted)
+        # Sequences without a token to predict are rejected, but maybe later: until then, 0 / 1.
         total = one_minus_p(margins).masked_fill(~predicted, 0).sum(1)
         return total / predicted.sum(1).clamp(min=1)
 
     def log_probability(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the sum of log p of the predicted tokens, (batch,)."""
         margins, predicted, _ = self._margins(forward, batch)
+        # A margin is log p/(1-p), of which the sigmoid is p.
         return logsigmoid(margins).masked_fill(~predicted, 0).sum(1)
 
     def predicted(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -223,6 +226,8 @@ class CausalLM(ModelTask):
 
         The first two are (batch, tokens - 1), or (batch, 1) for a single position.
         """
+        # 1. Logits of all tokens, and what they are to predict: those of token t, the label of
+        # token t + shift.
         labels, predicted, shift = self._labels(batch), self.predicted(batch), self._shift
         logits = self.logits(forward, batch)
         if logits.ndim != 3 or logits.shape[:2] != labels.shape or logits.shape[2] < 2:
@@ -232,6 +237,8 @@ class CausalLM(ModelTask):
             )
         target = labels[:, shift:].long()
         logits = logits[:, : labels.shape[1] - shift]
+        # 2. Of these a single one, if the task is about one: index is its place among the predicted
+        # ones. Places that do not exist are clamped for gather, and not predicted.
         if self.position is not None:  # select before the logits are copied
             index = batch[self.position].long()[:, None] - shift
             valid = index.clamp(0, target.shape[1] - 1)
@@ -247,6 +254,7 @@ class CausalLM(ModelTask):
     ) -> None:
         """Reject sequences without a token to predict, with unknown ones, or that are too long."""
         labels, name = self._labels(batch), self.labels or self.inputs[0]
+        # Messages are functions, because each number in them is read from the device.
         attended = batch[MASK] != 0 if MASK in self.inputs else torch.ones_like(labels)
         shift = self._shift
         lengths = attended.sum(1)
@@ -534,6 +542,7 @@ class QuestionAnswering(ModelTask):
     def _logits(self, forward: Forward, batch: Batch) -> Tensor:
         """Return the logits of the first and the last token, (batch, 2, tokens)."""
         result = self._call(forward, batch)
+        # A named tuple has names, which tell more than its order.
         is_plain = isinstance(result, (tuple, list)) and not hasattr(result, "start_logits")
         names = self.returned or ((0, 1) if is_plain else ("start_logits", "end_logits"))
         start, end = (part_of(result, name) for name in names)

@@ -37,6 +37,7 @@ _OF_LOGITS = ("", "addmm", "mm", "linear", "add", "convolution", "bmm")
 
 def option(*, default: Any = None, alias: str | None = None, kw_only: bool = True) -> Any:
     """Return a field that is passed by keyword; ``alias`` is the keyword, for type checkers."""
+    # For type checkers: they read ``alias`` at each call, and the default of ``kw_only`` here.
     return field(default=default, kw_only=kw_only)
 
 
@@ -52,6 +53,7 @@ def task(kind: type[Any]) -> type[Any]:
 
     @functools.wraps(generated)
     def init(self: Any, *args: Any, output: Any = None, **options: Any) -> None:
+        # The name of the field is what dataclasses.replace passes.
         if "returned" in options and output is not None:
             raise TypeError(
                 f"expected one of output= and returned=, got {output!r} and "
@@ -82,6 +84,7 @@ class ModelTask(HtmlTable):
     def __post_init__(self) -> None:
         inputs: Any = self.inputs
         is_one = isinstance(inputs, str) or not isinstance(inputs, Iterable)
+        # A tuple, whatever was given: stores keep the text of a task, and compare it.
         names = (inputs,) if is_one else tuple(inputs)
         if not names or not all(isinstance(name, str) for name in names):
             raise ValueError(f"expected names of variables as inputs, got {inputs!r}; try ('x',)")
@@ -171,6 +174,7 @@ def check_variable(value: object, option: str, *, optional: bool = False) -> Non
 
 def part_of(result: Any, name: str | int | None = None) -> Tensor:
     """Return the logits in what a model returns, or the part of another name or position."""
+    # A position in a ModelOutput of transformers, which is a mapping and counts its values, too.
     if isinstance(name, int) and isinstance(result, Mapping) and name not in result:
         result = tuple(result.values())
     part, key = None, "logits" if name is None else name
@@ -232,6 +236,7 @@ def margin(logits: Tensor, label: Tensor) -> Tensor:
     >>> margin(torch.tensor([[1.0, 0.0, 0.0]]).log_softmax(1), torch.tensor([0]))
     tensor([0.3069])
     """
+    # -inf takes the class out of the sum, in which at least one other class is left.
     index = label[..., None]
     others = logits.scatter(-1, index, -torch.inf)
     return logits.gather(-1, index)[..., 0] - others.logsumexp(-1)
@@ -258,6 +263,7 @@ def warn_of_probabilities(forward: Forward, values: Tensor, *, is_softmax: bool 
     is_softmax
         Whether rows of probabilities would sum to 1. Else each one is for itself.
     """
+    # Autograd knows the operation, if the model has run with gradients. Else only numbers can tell.
     operation = last_operation(values)
     name = operation if operation in ("softmax", "sigmoid") else None
     if name is None and (is_softmax or operation not in _OF_LOGITS):
@@ -274,6 +280,7 @@ def warn_of_probabilities(forward: Forward, values: Tensor, *, is_softmax: bool 
 
 def _looks_like(forward: Forward, values: Tensor, is_softmax: bool) -> str | None:
     """Return what the first samples look like: ``"softmax"``, ``"sigmoid"`` or None."""
+    # (row, class), of sequences the first four tokens: one look at a few numbers is enough.
     flat = (values[:, :4] if values.ndim > 2 else values).flatten(0, -2)[:_MOST_ROWS]
 
     def ranges() -> Tensor:
@@ -283,6 +290,7 @@ def _looks_like(forward: Forward, values: Tensor, is_softmax: bool) -> str | Non
     if seen is None or bool((seen[:, 0] < 0).any() | (seen[:, 1] > 1).any()):
         return None
     if is_softmax:
+        # A sum of probabilities that a model has rounded to half precision is not quite 1.
         eps = torch.finfo(next(iter(forward.parameters.values())).dtype).eps
         is_one = (seen[:, 2] - 1).abs() < max(1e-4, 2 * eps)
         return "softmax" if len(seen) > 2 and bool(is_one.all()) else None
@@ -312,6 +320,7 @@ def warn_of_padding(forward: Forward, ids: Tensor, counted: Tensor | None = None
     def repetitions() -> Tensor:
         found = []
         for part in (ids, ids.flip(1)):
+            # How many ids at the end are the last one: the product is 1 until another id comes.
             run = (part == part[:, -1:]).flip(1).long().cumprod(1).sum(1)
             found += [part[:, -1], run if counted is None else run * counted]
         return torch.stack(found, 1)
@@ -320,6 +329,7 @@ def warn_of_padding(forward: Forward, ids: Tensor, counted: Tensor | None = None
     if seen is None:
         return
     known = getattr(getattr(forward.module, "config", None), "pad_token_id", None)
+    # Columns are the id at the right end and its repetitions, then those at the left end.
     for last, run in (seen[:, :2].T, seen[:, 2:].T):
         last, run = last[run > 1], run[run > 1]
         if not len(run):

@@ -80,6 +80,7 @@ class Preference(HtmlTable):
         """Return the task for samples with some variables, given their numbers of dimensions."""
         prefix = f"{_SIDES[0]}_"
         of_one = {n.removeprefix(prefix): d for n, d in n_dims.items() if n.startswith(prefix)}
+        # Of samples with one of the two, the other one is reported as missing.
         reference = self.reference if {*self.reference} & {*n_dims} else ()
         return replace(self, language=self.language.for_variables(of_one), reference=reference)
 
@@ -103,6 +104,7 @@ class Preference(HtmlTable):
         return self.language.log_probability(forward, answers)
 
     def _check(self, forward: Forward, answers: Batch) -> None:
+        # For its checks alone: it rejects samples, and warns of padding and probabilities.
         self.language.out_to_loss(forward, answers)
 
 

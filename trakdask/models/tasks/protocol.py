@@ -208,6 +208,8 @@ def rejecting_later(*, ever: bool = True) -> Iterator[None]:
     finally:
         _local.found = None
         if ever and found and bool(torch.stack([bad.any() for bad, _ in found]).any()):
+            # In the order in which the task asked, so that the first error is the same as without
+            # waiting.
             for each in found:
                 reject_samples(*each)
 
@@ -216,6 +218,7 @@ def _copied(value: Any, dtype: torch.dtype | None) -> Any:
     """Return a copy of a tensor, of another precision if it is floating-point."""
     if not isinstance(value, Tensor):
         return value
+    # A cast to another precision makes a copy anyway.
     is_cast = dtype is not None and value.is_floating_point() and value.dtype != dtype
     return value.to(dtype) if is_cast else value.clone()
 
@@ -288,6 +291,8 @@ class TrakTask(HtmlTable):
         samples = tuple(batch.values())
         if len(samples[0]) == 1:  # the loop engine must not depend on vmap
             return one(*(tensor[0] for tensor in samples))[None]
+        # By default, vmap raises an error of its own at random operations. A random model is
+        # refused by the comparison of samples, which says what to try.
         return torch.func.vmap(one, randomness="different")(*samples)
 
     def out_to_loss(self, forward: Forward, batch: Batch) -> Tensor:
@@ -297,6 +302,7 @@ class TrakTask(HtmlTable):
             return samples[0].new_zeros(len(samples[0]), dtype=torch.float32)
         with _for_trak(forward) as model:
             result: Tensor = self.modelout.get_out_to_loss_grad(*model, samples)
+        # Another shape is reported by the engine, which knows what it should be.
         return result.reshape(-1) if result.numel() == len(samples[0]) else result
 
 
@@ -344,11 +350,13 @@ def task_facts(task: Task) -> dict[str, Any]:
     if loss is None:
         return facts
     # Only if no class has changed f or Q since it was said.
+    # The number of a class in this order says which of two attributes is nearer to the task.
     classes = type(subject).__mro__
 
     def place(name: str) -> int:
         return next((i for i, kind in enumerate(classes) if name in vars(kind)), len(classes))
 
+    # What an instance says itself is nearer than any class.
     said = -1 if "loss_kind" in getattr(subject, "__dict__", ()) else place("loss_kind")
     if said > min(map(place, _METHODS)):
         return facts
@@ -367,6 +375,7 @@ def _as_json(value: Any) -> Any:
         return task_fields(value)
     if isinstance(value, (tuple, list)):
         return [_as_json(item) for item in value]
+    # JSON has no NaN and no infinity; their text is as good for a comparison.
     is_finite = not isinstance(value, float) or math.isfinite(value)
     return value if isinstance(value, _PLAIN) and is_finite else repr(value)
 

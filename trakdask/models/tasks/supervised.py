@@ -90,6 +90,8 @@ class Classification(ModelTask):
                     f"expected a finite weight >= 0 of each class, got {shown(self.weights)}; try "
                     "weights=[1.0, 2.0]"
                 )
+            # As Python's numbers, so that the text of a task is the same whatever array they came
+            # from.
             object.__setattr__(self, "weights", tuple(weights.tolist()))
 
     @property
@@ -122,6 +124,7 @@ class Classification(ModelTask):
                 "sample {sample}; try labels that start at 0, or leaving such samples out"
             ),
         )
+        # 1 - p at this temperature: the margin of divided logits is not the divided margin.
         q = one_minus_p(margin(logits / self.temperature, label))
         if self.weights is None:
             return q
@@ -171,6 +174,7 @@ class WrongClass:
     def output(self, forward: Forward, batch: Batch) -> Tensor:
         """Return log r of the likeliest wrong class, (batch,)."""
         logits, label = self.of._logits(forward, batch)
+        # (batch, classes), where the right class has no part in the maximum and in the sum.
         wrong = logits.scatter(-1, label[..., None], -torch.inf)
         return wrong.amax(-1) - wrong.logsumexp(-1)
 
@@ -283,6 +287,7 @@ class TextClassification(Classification):
         Classes are read from ``labels``, as transformers names them, if there is no ``label``.
         """
         task = super().for_variables(n_dims)
+        # Not where the user has named another variable, nor labels of tokens, which have two axes.
         is_there = self.label in n_dims or self.label != "label" or n_dims.get("labels") != 1
         return task if is_there else replace(task, label="labels")
 
@@ -564,6 +569,7 @@ class MultiRegression(ModelTask):
         return self._at(error, batch)
 
     def _at(self, values: Tensor, batch: Batch) -> Tensor:
+        # Clamped, because vmap cannot look at values; ``out_to_loss`` rejects what is out of range.
         column = batch[str(self.column)].long().clamp(0, values.shape[1] - 1)
         return values.gather(1, column[:, None])[:, 0]
 
