@@ -298,10 +298,10 @@ class Tokenizer:
         return f"<{number}>"
 
 
-@pytest.mark.parametrize("divides", ["of", "targets"])
-def test_score_parts__pooled_layers_are_the_last_part(divides: str) -> None:
-    values, lengths = ids(samples(5)), np.array([7, 3, 5, 4, 2])
-    mask = (np.arange(LENGTH) < lengths[:, None]).astype(int)
+@pytest.mark.parametrize(("divides", "length"), [("of", LENGTH), ("of", 1), ("targets", LENGTH)])
+def test_score_parts__pooled_layers_are_the_last_part(divides: str, length: int) -> None:
+    values, lengths = ids(samples(5))[:, :length], np.array([7, 3, 5, 4, 2])
+    mask = (np.arange(length) < lengths[:, None]).astype(int)
     padded = td.from_arrays(
         {"input_ids": values * mask, "attention_mask": mask, "label": np.arange(5) % 3}, chunks=2
     )
@@ -311,7 +311,7 @@ def test_score_parts__pooled_layers_are_the_last_part(divides: str) -> None:
     of = {"of": padded} if divides == "of" else {}
     ask = functools.partial(td.score_parts, *sides, made, td.Trak(damping=0.1), **of)
     words, prefix = ask(text=Tokenizer()), "" if divides == "of" else "target_"
-    assert words.sizes["token"] == LENGTH + 1
+    assert words.sizes["token"] == length + 1
     expected = td.score(features, features, td.Trak(damping=0.1))
     assert_near(words.sum("token").transpose(*expected.dims), expected.values)
     head = ask(parts={"head": ["pooler*", "head*"]}).sel(module="head")

@@ -247,7 +247,8 @@ class GradientCollector:
             delta = wide(delta)
             x = x.to(delta.dtype) if x.is_floating_point() else x
             vectors = self._products.vectors(name, delta.dtype)
-            self._products.add(name, PRODUCTS[rule](call.module, x, delta, vectors))
+            products = PRODUCTS[rule](call.module, x, delta, vectors)
+            self._products.add(name, products, by_token=call.by_token)
             return
         matrices = self._rotations.get(name, {})
         # The channels of groups are apart, so that they cannot be rotated before they meet.
@@ -288,7 +289,7 @@ class GradientCollector:
     def _use(self, call: Call, name: str, rows_of_gradient: Callable[..., Tensor]) -> None:
         """Pass on the function that gives the gradient of one use."""
         if self._products is not None:  # they are linear: no need to wait for the other uses
-            self._products(name, rows_of_gradient())
+            self._products(name, rows_of_gradient(), by_token=call.by_token)
             return
         if self._n_tokens and not call.by_token:
             rows_of_gradient = partial(_at_first_token, rows_of_gradient, self._n_tokens)

@@ -55,16 +55,18 @@ class Products:
         self._others = self._sums.new_zeros(n_others, 1, len(first))
         self.has_others = n_others > 0
 
-    def __call__(self, name: str, gradient: Tensor, first: int | None = None, /) -> None:
+    def __call__(
+        self, name: str, gradient: Tensor, first: int | None = None, /, *, by_token: bool = False
+    ) -> None:
         """Add the products of a parameter's gradients, (rows, n), or of a slice of them."""
         start, gradient = first or 0, wide(gradient)
         vectors = self.vectors(name, gradient.dtype).flatten(1)
-        self.add(name, gradient @ vectors[:, start : start + gradient.shape[1]].mT)
+        products = gradient @ vectors[:, start : start + gradient.shape[1]].mT
+        self.add(name, products, by_token=by_token)
 
-    def add(self, name: str, products: Tensor) -> None:
+    def add(self, name: str, products: Tensor, *, by_token: bool) -> None:
         """Add products of a parameter, (rows, m), that are known already."""
-        # Told apart by their number, which differs unless sequences have one token.
-        sums = self._sums if len(products) == len(self._sums) else self._others
+        sums = self._others if self.has_others and not by_token else self._sums
         sums[:, self._groups.get(name, 0)] += products.to(sums.device)
 
     def vectors(self, name: str, dtype: torch.dtype) -> Tensor:
