@@ -136,9 +136,3 @@ def test_compute__of_a_cluster_takes_what_is_in_memory_as_it_is(client: Client) 
     assert compute(in_memory)[0] is in_memory
 
 
-def test_persist__keeps_names_and_chunks() -> None:
-    x = da.map_blocks(np.negative, da.ones((4, 3), chunks=(2, 3)))
-    (kept,) = persist(x)
-    assert kept.name == x.name
-    assert kept.chunks == x.chunks
-    np.testing.assert_array_equal(kept.compute(), -np.ones((4, 3)))

@@ -112,6 +112,7 @@ def test_target__has_the_features_and_scores_of_its_image(explorer: Explorer) ->
     for name in ("feature", "output", "out_to_loss"):
         np.testing.assert_array_equal(made[name], alone[name])
     grown = explorer.with_target(made, html)
+    assert grown.setting is explorer.setting  # what is known of training samples is kept
     top = grown.top(View(target=M, k=5))
     assert top["sample"].tolist() == expected_top(image, label=2, k=5)
     assert explorer.targets.features.sizes["sample"] == M  # others do not see it
