@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import trakdask as td
-from tests.explorer import marked
 from tests.explorer.sessions import SCRIPT, TRAK, M, N, data, go, links, opened
 from trakdask.explorer import Explorer, Marks
 from trakdask.explorer.view import PAGES, View
@@ -139,27 +138,6 @@ def test_session__says_beside_its_field_what_is_wrong(
     assert re.findall(r'id="problem-(\w+)"', html) == problems
     inputs = re.findall(r'<input name="\w*where" value="([^"]*)"[^>]* aria-invalid', html)
     assert [unescape(text) for text in inputs] == [typed] * bool(typed)
-
-
-
-
-@pytest.mark.parametrize(
-    ("label", "q", "verdict"),
-    [
-        (1, 0.25, "label 1, read as 1 (75 %)"),
-        (1, 0.75, "label 1, read as 0 (75 %)"),
-        # neither class of the training
-        (7, 0.75, "label 7, perhaps misread (25 % for the label)"),
-        (7, 0.125, "label 7, read as 7 (88 %)"),
-    ],
-)
-def test_session__says_what_the_model_makes_of_a_target(label: int, q: float, verdict: str) -> None:
-    targets = marked.features(1, 1).assign_coords(label=("sample", [label]))
-    targets = targets.assign(out_to_loss=targets.out_to_loss * 0 + q)
-    explorer = td.explore(marked.features(N, 0), targets, estimator=TRAK)
-    html = opened(explorer, View(page="target")).html
-    (reading, *_) = re.findall(r'<p class="reading">(.*?)</p>', html, re.DOTALL)
-    assert re.sub("<[^>]*>", "", reading) == verdict
 
 
 def test_session__says_how_much_the_ranked_samples_are(explorer: Explorer) -> None:

@@ -39,11 +39,9 @@ def pairs(marks: Marks) -> list[tuple[object, str]]:
 
 def test_mark__is_in_the_file_once_with_its_label_and_note(tmp_path: Path) -> None:
     marks = Marks(tmp_path / "train.marks.parquet")
-    assert marks.mark([3, 1, 3], "duplicate", note="of 7") == 2
-    assert marks.mark(np.array([1, 5]), "duplicate") == 1
-    assert marks.mark(1, "wrong label", label="<b>4</b>") == 1
-    assert marks.mark([1, 3], "duplicate", note="of 8", label="") == 2
-    assert marks.mark([1, 3], "duplicate", note="of 8") == marks.mark(5, "duplicate") == 0
+    marks.mark([3, 1, 3], "duplicate", note="of 8")
+    marks.mark(np.array([1, 5]), "duplicate")
+    marks.mark(1, "wrong label", label="<b>4</b>")
     table = pd.read_parquet(marks.path)
     assert list(table.columns) == ["sample", "mark", "label", "note"]
     assert table.values.tolist() == [

@@ -90,10 +90,6 @@ def test_html__texts_are_the_token_ids_and_nothing_else(
     assert html == "".join(expected)
 
 
-
-
-
-
 def test_html__of_numbers_is_short_and_in_brief_of_the_image_alone() -> None:
     image, x = np.zeros((3, 8, 8), np.float32), np.arange(300.0).reshape(3, 100)
     contents = Contents(td.from_arrays({"x": x, "image": image}))
@@ -119,5 +115,3 @@ def test_html__reads_only_what_is_shown() -> None:
     assert len(Contents(broken).html([1, 3])) == 2
     with pytest.raises(AssertionError):
         Contents(broken).html([5])
-
-

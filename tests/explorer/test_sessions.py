@@ -20,22 +20,6 @@ from trakdask.explorer.app import Session
 from trakdask.explorer.view import View
 
 
-def test_session__a_click_abandons_what_runs() -> None:
-    gate = Gate()
-    explorer = td.explore(gate.before(data(N, 0)), data(M, 1))
-    session = Session(explorer, View(page="corpus"))
-    session._handle_msg({"shown": True})
-    assert gate.started.wait(PATIENCE_S)
-    before = session._thread
-    session.go(View())
-    gate.open()
-    wait(session)
-    assert before is not None
-    before.join(PATIENCE_S)
-    assert "Targets" in session.html
-    assert session.html.count("<section") == 2
-
-
 def test_session__ranks_training_samples_by_loss_before_it_reads_features() -> None:
     gate, features = Gate(), data(N, 0).assign_attrs(loss_kind="squared error")
     targets = data(M, 1).assign_attrs(loss_kind=features.loss_kind)
