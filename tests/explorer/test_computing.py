@@ -16,7 +16,7 @@ import xarray as xr
 from distributed import Client, Event
 
 from tests.waiting import PATIENCE_S
-from trakdask.explorer.computing import Computation, compute
+from trakdask.explorer.computing import Computation, compute, persist
 
 
 def within(computation: Computation, *lazy: da.Array) -> Callable[[], object]:
@@ -134,3 +134,10 @@ def test_compute__of_a_cluster_takes_what_is_in_memory_as_it_is(client: Client) 
     np.testing.assert_array_equal(results[1], np.arange(3))
     xr.testing.assert_identical(results[2], ds.compute(scheduler="sync"))
     assert compute(in_memory)[0] is in_memory
+
+
+def test_persist__keeps_names_and_chunks() -> None:
+    x = da.map_blocks(np.negative, da.ones((4, 3), chunks=(2, 3)))
+    (kept,) = persist(x)
+    assert (kept.name, kept.chunks) == (x.name, x.chunks)
+    np.testing.assert_array_equal(kept.compute(), -np.ones((4, 3)))

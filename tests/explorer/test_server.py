@@ -68,6 +68,8 @@ def test_server__refuses_whoever_has_it_not(url: str) -> None:
             status, content = answer(f"{base}/{prefix}{path}")
             assert status == 403, (prefix, path)
             assert token.encode() not in content
+    for path in FILES:
+        assert answer(url + path)[0] == 200
 
 
 def test_server__websocket_needs_the_token(url: str) -> None:
