@@ -93,18 +93,6 @@ def deadly(block: np.ndarray, switch: str) -> np.ndarray:
     return block
 
 
-def test_session__works_again_when_a_store_that_vanished_is_back(tmp_path: Path) -> None:
-    store, away = tmp_path / "train.zarr", tmp_path / "away"
-    explorer = td.explore(td.save(data(N, 0), store, progress=False), data(M, 1), estimator=TRAK)
-    store.rename(away)
-    session = opened(explorer, View(page="target", target=1))
-    assert "does not exist" in session.html
-    assert "Traceback" not in session.html
-    away.rename(store)
-    show(session, View(page="target", target=2))
-    assert cards(session)[:10] == best(target=2)
-
-
 @pytest.mark.parametrize("change", ["append", "drop"])
 def test_session__of_a_store_that_others_change_says_so_and_goes_on_marking(
     tmp_path: Path, change: str
