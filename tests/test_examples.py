@@ -30,35 +30,32 @@ def accuracy(
         return float((model(torch.from_numpy(images)).argmax(1).numpy() == labels).mean())
 
 
-@pytest.mark.parametrize("n_target", [10, 57, 1700])
-def test_digits__stratified_partition_that_is_labelled_and_lazy(n_target: int) -> None:
-    both = train, targets = digits(n_target=n_target, chunks=256)
-    bunch = load_digits()
+def known(split) -> tuple[np.ndarray, np.ndarray]:
+    """Return all images and labels, as those have them who bundle them."""
+    if split is digits:
+        bunch = load_digits()
+        return bunch.images[:, None] / 16, bunch.target
+    rows, labels = mnist_data()
+    return rows.reshape(-1, 1, 28, 28) / 255, labels
+
+
+@pytest.mark.parametrize(
+    ("split", "n_target"), [(digits, 10), (digits, 57), (digits, 1700), (mnist, 100)]
+)
+def test_digits__stratified_partition_that_is_labelled_and_lazy(split, n_target: int) -> None:
+    both = train, targets = split(n_target=n_target, chunks=256)
+    images, labels = known(split)
     ids = np.concatenate([ds.digit_id for ds in both])
-    assert (np.sort(ids) == np.arange(1797)).all()
+    assert (np.sort(ids) == np.arange(len(labels))).all()
     for ds in both:
         assert ds.image.chunks is not None
         assert (ds.image.dtype, ds.label.dtype) == (np.float32, np.int64)
-        np.testing.assert_array_equal(ds.image[:, 0], bunch.images[ds.digit_id] / 16)
-        np.testing.assert_array_equal(ds.label, bunch.target[ds.digit_id])
-    share = np.bincount(bunch.target) * n_target / 1797
-    assert np.abs(np.bincount(targets.label, minlength=10) - share).max() < 1
-    other, _ = digits(n_target, seed=1)
-    assert (train.label.values != other.label.values).any()
-
-
-def test_mnist__stratified_partition_of_the_digits() -> None:
-    rows, labels = mnist_data()
-    train, targets = mnist(n_target=100)
-    assert (np.bincount(targets.label) == 10).all()
-    ids = np.concatenate([train.digit_id, targets.digit_id])
-    assert (np.sort(ids) == np.arange(5000)).all()
-    for ds in (train, targets):
-        assert ds.image.dtype == np.float32
-        assert ds.image.chunks is not None
-        expected = rows[ds.digit_id].reshape(-1, 1, 28, 28) / 255
-        np.testing.assert_allclose(ds.image, expected, atol=1e-7)
+        np.testing.assert_allclose(ds.image, images[ds.digit_id], atol=1e-7)
         np.testing.assert_array_equal(ds.label, labels[ds.digit_id])
+    share = np.bincount(labels) * n_target / len(labels)
+    assert np.abs(np.bincount(targets.label, minlength=10) - share).max() < 1
+    other, _ = split(n_target, seed=1)
+    assert (train.label.values != other.label.values).any()
 
 
 def test_digits_checkpoints__trains_once_and_well(digits_folder: Path) -> None:

@@ -128,22 +128,6 @@ def test_score__failed_samples_are_nan_and_the_others_right(estimator: Any) -> N
     assert not np.isin(top.position, np.flatnonzero(failed)).any()
 
 
-def test_save__failures_are_a_coord_of_the_store(tmp_path: Path) -> None:
-    lazy = featurize(samples())
-    opened = td.save(lazy, tmp_path / "f.zarr", progress=False)
-    assert set(opened.coords) == {"label", "checkpoint", "error", "proj_column"}
-    np.testing.assert_array_equal(opened.error, lazy.error)
-    failed = opened.error.to_series().loc[lambda why: why != ""]
-    assert sorted({position for position, _ in failed.index}) == BAD
-    assert np.isfinite(opened.gram).all()
-    targets = oracle(projector=td.Identity()).isel(sample=slice(4))
-    expected = td.score(oracle(projector=td.Identity()), targets, td.Trak(damping=0.03))
-    scores = td.score(opened, targets, td.Trak(damping=0.03))
-    np.testing.assert_allclose(scores[GOOD], expected, rtol=1e-3, atol=1e-9)
-    good = opened.where((opened.error == "").all("checkpoint"), drop=True)
-    assert good.sizes["sample"] == len(GOOD)
-
-
 def test_save__goes_on_recording_where_a_run_that_raises_stopped(tmp_path: Path) -> None:
     store = tmp_path / "f.zarr"
     with pytest.raises(td.errors.BlockError):

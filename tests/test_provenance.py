@@ -19,13 +19,6 @@ from trakdask.testing import simulate_features
 SPEC = {**as_values(simulate_features().attrs), "parameters": {"w": [2, 3]}}
 
 
-def test_require_same__order_of_checkpoints_matters() -> None:
-    """Checkpoints are paired by position."""
-    turned = dict(reversed(SPEC["checkpoints"].items()))
-    with pytest.raises(StoreMismatchError, match=r"checkpoints \(their order\): expected"):
-        require_same({**SPEC, "checkpoints": turned}, SPEC, what="both")
-
-
 @pytest.mark.parametrize("name", ["checkpoints", "checkpoint_ids", "fit"])
 def test_require_same__names_the_checkpoints_where_one_is_missing(name: str) -> None:
     """Hashes of the weights tell nobody which checkpoint is missing."""

@@ -75,7 +75,8 @@ def explore(line: str, folder: Path) -> None:
             with urlopen(printed.strip(), timeout=PATIENCE_S) as answer:
                 assert b"trakdask" in answer.read()
             server.send_signal(signal.SIGINT)
-            assert server.wait(PATIENCE_S) in (0, 130), server.stderr.read()
+            more, errors = server.communicate(timeout=PATIENCE_S)
+            assert (server.returncode, more, "Traceback" in errors) == (0, "", False), errors
         finally:
             server.kill()
     run(["bash", "-ec", f"{line} --view 'page=target&target=120' --save view.html"], folder)

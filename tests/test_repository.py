@@ -117,27 +117,14 @@ SLEEPS = {
 }
 
 
-def test_tests__wait_for_conditions() -> None:
-    """A test that sleeps is slow, or fails where the machine is busy; see tests/waiting.py."""
-    sleeping = {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "tests").rglob("*.py")
-        if re.search(r"\bsleep\((?!0\))", path.read_text("utf-8"))
-        and "benchmarks" not in path.parts
-    }
-    assert sleeping <= SLEEPS
-
-
-def test_tests__have_no_time_limits_of_their_own() -> None:
-    """What takes a second here may take a minute elsewhere; see tests/waiting.py."""
+def test_tests__wait_for_conditions_and_have_no_time_limits_of_their_own() -> None:
+    """A second here is a minute where the machine is busy; see tests/waiting.py."""
     limit = re.compile(r"timeout=\d|\b(wait|result|communicate)\([1-9]")
-    limited = {
-        f"{path.relative_to(ROOT)}: {line.strip()}"
-        for path in (ROOT / "tests").rglob("*.py")
-        for line in path.read_text("utf-8").splitlines()
-        if limit.search(line) and "benchmarks" not in path.parts
-    }
-    assert limited == set()
+    for path in (ROOT / "tests").rglob("*.py"):
+        name, text = path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
+        if "benchmarks" not in path.parts:
+            assert [line for line in text.splitlines() if limit.search(line)] == [], name
+            assert name in SLEEPS or not re.search(r"\bsleep\((?!0\))", text), name
 
 
 def test_constraints__pin_everything_the_two_commands_install() -> None:
@@ -147,9 +134,14 @@ def test_constraints__pin_everything_the_two_commands_install() -> None:
 
 @pytest.mark.slow
 def test_import__takes_what_xarray_takes_and_nothing_optional(run_python) -> None:
-    """The arithmetic needs no cluster and no store; the public modules are there at once."""
+    """A shell waits for no arithmetic, which needs no cluster and no store.
+
+    The public modules are there at once.
+    """
     code = (
-        "import sys, trakdask as td, trakdask.projection.cuda, trakdask.models.model\n"
+        "import sys, trakdask.command_line.commands\n"
+        "assert not {'torch', 'dask', 'distributed'} & {*sys.modules}\n"
+        "import trakdask as td, trakdask.projection.cuda, trakdask.models.model\n"
         f"print([name for name in {HEAVY + OPTIONAL} if name in sys.modules])\n"
         "td.tasks.Task, td.plots, td.examples, td.testing\n"
         "import xarray; xarray.DataArray([1]).trak, xarray.Dataset().trak"

@@ -44,6 +44,13 @@ def rows(function: str, error: type[Exception], *cases: tuple[Any, ...]) -> list
     return [BadInput(function, case, call, error, words) for case, call, *words in cases]
 
 
+def row(
+    function: str, case: str, call: Callable[[], object], error: type[Exception], *words: str
+) -> BadInput:
+    """Return a row whose call needs no folder."""
+    return BadInput(function, case, lambda _: call(), error, words)
+
+
 def changed(function: str, call: Callable[..., object], *cases: Any) -> list[BadInput]:
     """Return the rows of a call that is good but for (case, changed arguments, error, words)."""
     return [

@@ -80,7 +80,6 @@ ROWS = [
         ("nothing fits inside", given({"model": {"a": torch.ones(2)}, "step": 3}), "'weight' of shape (3, 4)", "'model' of checkpoint '0'"),
         ("a scalar of numpy", written("c.ckpt", saved({"state_dict": STATE, "best": np.float64(1)})), "c.ckpt", "numpy", "scalar", *TRUST),
         ("arguments", written("c.pth.tar", saved({"model": STATE, "args": argparse.Namespace(lr=1)})), "argparse.Namespace", *TRUST),
-        ("a path", written("c.th", saved({"model": STATE, "file": Path("x")})), "pathlib", *TRUST),
         ("a module", written("c.pt", saved(NET)), "torch.nn.modules.linear.Linear", "content.state_dict()"),
         ("tar", written("c.pt", tar()), "tar format", *TRUST),
         ("torch.jit.save", written("c.pt", program()), "c.pt", "torch.jit.load(file).state_dict()"),

@@ -63,7 +63,6 @@ MARKS = [
     BadInput("Marks", "a folder", lambda folder: Marks(folder), ValueError, ["a file"]),
     BadInput("Marks", "no such folder", lambda folder: Marks(folder / "no" / "m.parquet"), FileNotFoundError, ["no/m.parquet"]),
     BadInput("Marks", "a label that is a number", mark([1], label=3), TypeError, ["label as text", "got 3", "label='3'"]),
-    BadInput("Marks", "a note in bytes", mark([1], note=b"x"), TypeError, ["note as text", "got b'x'"]),
     BadInput("Marks", "samples are a mask", mark([True, False]), TypeError, ["got [True, False]"]),
     BadInput("Marks", "numbers beside text", lambda folder: marked_by_text(folder).mark(7, "remove"), TypeError, ["'a'", "7"]),
     BadInput("Marks", "features of no store", lambda folder: Marks(folder / "m.parquet").ids(STORED), ValueError, ["'sample'", "8 samples"]),

@@ -63,17 +63,12 @@ class Extra(nn.Linear):
     def set_extra_state(self, state: Any) -> None: ...
 
 
-def needs_arguments(width: int, *, depth: int) -> nn.Module:
-    return nn.Linear(width, depth)
-
-
 ROWS = [
     *rows(
         M, TypeError,
         ("a number", model(3), "3", "int", "nn.Module"),
         ("a state dict", model(STATE), "OrderedDict", "build"),
         ("class with arguments", model(nn.Linear, [STATE]), "Linear", "'in_features' and 'out_features'"),
-        ("function with arguments", model(needs_arguments, [STATE]), "needs_arguments", "'width'"),
         ("returns a number", model(lambda: 3, [STATE]), "int", "nn.Module"),
         ("name of a str", model("json:__doc__", [STATE]), "'json:__doc__'", "str"),
         ("checkpoints a number", model(NET, 5), "int"),

@@ -10,7 +10,7 @@ import torch
 import xarray as xr
 
 import trakdask as td
-from tests.bad_inputs.bad_input import BadInput, one_test
+from tests.bad_inputs.bad_input import BadInput, one_test, row
 from trakdask.projection import FastJL, Projector
 from trakdask.provenance import as_values
 
@@ -38,10 +38,7 @@ def featurize(projector: Projector, width: int = 1) -> xr.Dataset:
 def rows(
     function: str, *cases: tuple[Callable[[], object], type[Exception], list[str]]
 ) -> list[BadInput]:
-    return [
-        BadInput(function, " ".join([str(i), *words]), lambda _, call=call: call(), error, words)  # type: ignore[misc]
-        for i, (call, error, words) in enumerate(cases)
-    ]
+    return [row(function, f"{i} {words}", *case, *words) for i, (*case, words) in enumerate(cases)]
 
 
 PROJECTORS = [
@@ -87,7 +84,6 @@ PLAN = rows(
     (lambda: td.plan(td.testing.simulate_features()), ValueError, ["kind", "'simulated'"]),
     (lambda: td.plan(with_spec(definition=2)), ValueError, ["definition", "2"]),
     (lambda: td.plan(features(), [td.SJLT(8), None]), TypeError, ["projectors", "None"]),
-    (lambda: td.plan(features(), n_fitted="all"), TypeError, ["n_fitted", "'all'"]),
     (lambda: td.plan(features(), n_fitted=-1), ValueError, ["n_fitted >= 1", "-1"]),
     (lambda: td.plan(features().compute(scheduler="sync"), pilot=True), ValueError, ["pilot=True"]),
 )  # fmt: skip

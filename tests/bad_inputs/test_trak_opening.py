@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.format import open_memmap
 
-from tests.bad_inputs.bad_input import BadInput, one_test
+from tests.bad_inputs.bad_input import one_test, rows
 from trakdask.trak import open_traker
 
 
@@ -54,18 +54,20 @@ def write(name: str, text: str) -> Callable[[Path], object]:
     return lambda run: (run / name).write_text(text)
 
 
-def row(case: str, call: Callable, error: type[Exception], *words: str) -> BadInput:
-    return BadInput("open_traker", case, call, error, words)
-
-
 NOT_FINAL = '{"1": {"is_featurized": 1, "is_finalized": 0}}'
 
 ROWS = [
-    row("no such folder", lambda f: open_traker(f / "runs"), FileNotFoundError, "/runs'"),
-    row("no checkpoint", opened(lambda run: [path.unlink() for path in run.glob("id_*.json")]), ValueError, "out of the []"),
-    row("array of another run", opened(lambda run: array(run / "1/grads.mmap", (6, 5), "f2")), ValueError, "(6, 4)", "(6, 5)"),
-    row("unknown experiment", opened(as_it_is, "val"), FileNotFoundError, "val_grads"),
-    row("not finalized", opened(write("id_1.json", NOT_FINAL), "test"), ValueError, "[1]", "final"),
+    *rows(
+        "open_traker", FileNotFoundError,
+        ("no such folder", lambda f: open_traker(f / "runs"), "/runs'"),
+        ("unknown experiment", opened(as_it_is, "val"), "val_grads"),
+    ),
+    *rows(
+        "open_traker", ValueError,
+        ("no checkpoint", opened(lambda run: [path.unlink() for path in run.glob("id_*.json")]), "out of the []"),
+        ("array of another run", opened(lambda run: array(run / "1/grads.mmap", (6, 5), "f2")), "(6, 4)", "(6, 5)"),
+        ("not finalized", opened(write("id_1.json", NOT_FINAL), "test"), "[1]", "final"),
+    ),
 ]  # fmt: skip
 
 test_bad_input = one_test(ROWS)

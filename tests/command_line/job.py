@@ -75,6 +75,10 @@ def tokens():
     return samples, samples.isel(sample=slice(6))
 
 
+def training_tokens():
+    return tokens()[0]
+
+
 def word(number):
     return f"<w{number}> "
 

@@ -43,7 +43,6 @@ def test_every_command__of_one_job(job: Path, run: Run) -> None:
     other = run("plan", job, "--set", "projector={kind: Mask, keep: 9, then: {kind: Identity}}")
     assert "Mask(keep=9, then=Identity(" in other.output
     assert "[c1]" in printed["featurize"]
-    assert len(printed["featurize"].splitlines()) <= 6
     scores = score_of(folder)
     # The function is the oracle: features have an oracle of their own.
     top = td.top_k(scores, 3).compute()
@@ -225,24 +224,15 @@ def test_process__that_is_killed_is_resumed_by_the_same_line(
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_import__loads_nothing_that_a_shell_would_wait_for(run_python, tmp_path: Path) -> None:
-    code = (
-        "import sys, trakdask.command_line.commands\n"
-        "print([n for n in ('torch', 'dask', 'distributed') if n in sys.modules])"
-    )
-    assert run_python("-c", code, cwd=tmp_path).strip() == "[]"
-
-
-@pytest.mark.parametrize("command", ["featurize", "top-k", "evaluate"])
 def test_commands__ctrl_c_says_how_to_go_on(
-    job: Path, run: Run, monkeypatch: pytest.MonkeyPatch, command: str
+    job: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(jobs, "described_or_stored", interrupted)
     monkeypatch.setattr(logging, "disable", lambda level: None)
-    done = run(command, job)
+    done = run("featurize", job)
     assert done.exit_code == 130
     assert "The same line goes on" in done.output
     assert "Traceback" not in done.output

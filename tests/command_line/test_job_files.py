@@ -60,12 +60,6 @@ def test_featurize__of_npz_files_equals_that_of_npy(job: Path, run: Run, data: d
     assert made.author.values.tolist() == author.tolist()
 
 
-PROJECTORS = [
-    "{kind: Rademacher, proj_dim: 8}",
-    "{kind: fit, proj_dim: 5, n_samples: 30, sketch: {kind: SJLT, proj_dim: 64}}",
-]
-
-
 def as_zarr(job: Path) -> str:
     image = ROWS[[*"abcd"]].to_numpy("f4")
     samples = xr.Dataset({"image": (("sample", "x"), image)}, {"label": ("sample", ROWS.label)})
@@ -74,7 +68,11 @@ def as_zarr(job: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("describe", "projector"), [(as_arrays, PROJECTORS[0]), *((as_zarr, p) for p in PROJECTORS)]
+    ("describe", "projector"),
+    [
+        (as_arrays, "{kind: Rademacher, proj_dim: 8}"),
+        (as_zarr, "{kind: fit, proj_dim: 5, n_samples: 30, sketch: {kind: SJLT, proj_dim: 64}}"),
+    ],
 )
 def test_job__goes_on_after_its_folder_was_moved_or_touched(
     job: Path, run: Run, describe: Callable[[Path], str], projector: str
@@ -135,7 +133,6 @@ def test_featurize__damaged_csv(job: Path, run: Run, text: str, words: str) -> N
         ("targets.function=tiny:not_samples", "got int"),
         ("model.task=clasification", "'clasification'"),
         ("model.checkpoints=none/*.pt", "none/*.pt"),
-        ("projector.proj_dim=0", "proj_dim"),
         ("featurize.model=x", "'model'"),
         ("stores.train=null", "stores.train"),
         ("cluster.workers=2", "'workers'"),
@@ -147,9 +144,7 @@ def test_featurize__damaged_csv(job: Path, run: Run, text: str, words: str) -> N
         ("projector={kind: fit, columns: 5}", "'columns'"),
         ("data=null", "train.zarr"),
         ("data={kind: arrays, arrays: all.npz, coords: cut.csv}", "in data: cut.csv: "),
-        ("groups.by=source", "'groups'"),
         ("data={kind: arrays, arrays: x.npy}", "got 'x.npy'\nTry arrays: {"),
-        ("data={kind: arrays, arrays: [x.npy]}", "got ['x.npy']"),
         ("data={kind: arrays, arrays: {image: 3}}", "arrays.image, got 3"),
         ("data={kind: arrays, arrays: {image: 'all.npz:imag'}}", "all.npz:imag, which has only "),
         ("data={kind: arrays, arrays: all.npz, coords: label}", "Try coords: [label]"),
@@ -158,7 +153,6 @@ def test_featurize__damaged_csv(job: Path, run: Run, text: str, words: str) -> N
         ("data={kind: arrays, arrays: {image: empty.npy}}", "got 'empty.npy'"),
         ("data={kind: arrays, arrays: all.npz, coords: {name: objects.npz}}", "text in objects"),
         ("data={kind: arrays, arrays: all.npz, coords: source}", "Try coords: metadata.csv"),
-        ("data.trained_on=3", "text as trained_on, got 3"),
         ("data.trained_on=samples.csv", "expected a complete .npy or .npz file, got 'samples.csv'"),
         ("data={kind: csv, source: samples.csv, variables: row}", "as variables, got 'row'"),
         ("targets.arguments=[3]", "arguments, got [3]"),
@@ -169,9 +163,7 @@ def test_featurize__damaged_csv(job: Path, run: Run, text: str, words: str) -> N
         ("save.retris=3", "Try 'retries'"),
         ("score.dampin=3", "Try 'damping'"),
         ("top_k.whre=label == 3", "Try 'where'"),
-        ("modle.task=regression", "Try 'model'"),
         ("cluster.n_workers=two", "n_workers, got 'two'\nTry n_workers: 2"),
-        ("cluster.n_workers=-2", "n_workers >= 1, got -2\nTry n_workers: 2"),
         ("outputs.top_k=[top.parquet]", "text as top_k"),
         ("data={kind: arrays, arrays: {x: none.npy}}", "directory: none.npy\nTry another path"),
         ("data={kind: zarr, store: none.zarr}", "none.zarr does not exist\nTry another path"),
@@ -185,15 +177,7 @@ def test_featurize__damaged_csv(job: Path, run: Run, text: str, words: str) -> N
         ("score.power=2", "got 'power'\nSee"),
         ("score={estimator: tracin}", "the key 'learning_rates', got []\nSee"),
         ("save.estimator=sof", "'sof'\nTry 'soft'"),
-        ("save.power=2", "power='auto' or a number in [0, 1], got 2"),
-        ("save.damping=3", "damping='auto'"),
         ("save.dtype=float8", "in save: expected dtype"),
-        ("save.append_dim=target", "in save: expected append_dim"),
-        ("save.retries=two", "retries, got 'two'\nTry retries=0"),
-        ("save.progress=no thanks", "progress, got 'no thanks'"),
-        ("save.storage_options=[anon]", "storage_options by name, got ['anon']"),
-        ("save={estimator: trak, learning_rates: [1]}", "got 'learning_rates'"),
-        ("score={estimator: soft, wrong_classes: yes please}", "wrong_classes, got 'yes please'"),
         ("stores.targets=.", "which holds"),
     ],
 )

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import trakdask as td
-from tests.explorer import marked
 from tests.explorer.sessions import SCRIPT, TRAK, M, N, data, go, links, opened
 from trakdask.explorer import Explorer, Marks
 from trakdask.explorer.view import PAGES, View
@@ -45,6 +44,7 @@ def test_session__shows_every_page_and_escapes_all_data(explorer: Explorer, page
 
 
 def test_session__shows_words_with_their_scores_and_asks_a_tokenizer() -> None:
+    torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9))
     model = td.Model(net, task=td.tasks.CausalLM(inputs="input_ids", positional=True))
     samples = td.from_arrays({"input_ids": np.arange(60).reshape(20, 3) % 9})
@@ -58,6 +58,11 @@ def test_session__shows_words_with_their_scores_and_asks_a_tokenizer() -> None:
     html = opened(explorer, View(page="target")).html
     assert "Words that helped" in html
     assert "<script" not in html
+    words = explorer.words(View(target=3), np.array([5, 2]))
+    scores = td.score(features, features.isel(sample=[3]), TRAK).values
+    np.testing.assert_allclose(words.sum("token"), scores[[5, 2], 0], rtol=0.02)
+    of_words = {"samples": samples, "model": model, "text": texts}
+    assert not td.explore(features, features, estimator="grad_cos", **of_words).has_words
     without = td.explore(features, features, samples=samples, text=tokenizer, estimator=TRAK)
     html = opened(without, View(page="target")).html
     assert "Words that helped" not in html
@@ -75,6 +80,9 @@ def test_session__tells_what_it_did_not_understand(explorer: Explorer) -> None:
         assert session.view == View()
         with pytest.raises(ValueError, match=f"{name}: {text}"):
             explorer.checked(f"{name}=<b>")
+    assert explorer.checked("sort=output") == View(sort="output")
+    wrong = View.from_query("k=many")
+    assert explorer.checked(wrong) is wrong  # a page shows its errors
     for kind, n in (("target", M), ("sample", N), ("sample", 10**22)):
         missing = opened(explorer, View(page=kind, **{kind: n})).html
         name = "training sample" if kind == "sample" else kind
@@ -131,34 +139,6 @@ def test_session__says_beside_its_field_what_is_wrong(
     assert re.findall(r'id="problem-(\w+)"', html) == problems
     inputs = re.findall(r'<input name="\w*where" value="([^"]*)"[^>]* aria-invalid', html)
     assert [unescape(text) for text in inputs] == [typed] * bool(typed)
-
-
-def test_checked__is_the_view_of_a_text_without_errors(explorer: Explorer) -> None:
-    assert explorer.checked("sort=output") == View(sort="output")
-    assert explorer.targets.columns == [*explorer.targets.whole]
-    wrong = View.from_query("k=many")
-    assert explorer.checked(wrong) is wrong  # a page shows its errors
-    with pytest.raises(ValueError, match="'k=many': k: This must be a whole number"):
-        explorer.checked("k=many")
-
-
-@pytest.mark.parametrize(
-    ("label", "q", "verdict"),
-    [
-        (1, 0.25, "label 1, read as 1 (75 %)"),
-        (1, 0.75, "label 1, read as 0 (75 %)"),
-        # neither class of the training
-        (7, 0.75, "label 7, perhaps misread (25 % for the label)"),
-        (7, 0.125, "label 7, read as 7 (88 %)"),
-    ],
-)
-def test_session__says_what_the_model_makes_of_a_target(label: int, q: float, verdict: str) -> None:
-    targets = marked.features(1, 1).assign_coords(label=("sample", [label]))
-    targets = targets.assign(out_to_loss=targets.out_to_loss * 0 + q)
-    explorer = td.explore(marked.features(N, 0), targets, estimator=TRAK)
-    html = opened(explorer, View(page="target")).html
-    (reading, *_) = re.findall(r'<p class="reading">(.*?)</p>', html, re.DOTALL)
-    assert re.sub("<[^>]*>", "", reading) == verdict
 
 
 def test_session__says_how_much_the_ranked_samples_are(explorer: Explorer) -> None:

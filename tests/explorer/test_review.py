@@ -57,19 +57,17 @@ def test_predictions__are_those_of_the_model(is_there: bool) -> None:
     clicks = {text: view for view, text in links(sections(explorer, View())["targets"]())}
     name = "wrong or unknown" if np.isnan(expected).any() else "wrong"
     assert clicks[f"{name} {len(wrong)}"].targets_where == "predicted != label"
-
-
-@pytest.mark.parametrize("where", ["", "label == 1"])
-def test_confusion__counts_and_leads_to_what_it_counts(where: str) -> None:
-    explorer = new_targets.explorer_of_images()
-    table = explorer.targets.whole
-    if where:
-        table = table[table["label"] == 1]
-    clicks = links(sections(explorer, View(targets_where=where))["confusion"]())
-    assert sum(int(text) for _, text in clicks) == len(table)
-    for view, text in clicks:
-        assert len(explorer.targets.selected(view)) == int(text)
-    assert not links(sections(explorer, View(targets_where="label == 77"))["confusion"]())
+    for i, predicted in enumerate(expected):  # in words beside each target
+        html = sections(explorer, View(page="target", target=i))["target"]()
+        words = "perhaps misread" if np.isnan(predicted) else f"read as {predicted:g}"
+        text = re.sub("<[^>]*>", "", html.partition('class="reading">')[2])
+        assert text.startswith(f"label {label[i]}, {words} (")
+    for label in (None, 1, 77):  # counts of the confusion lead to what they count
+        where, of_label = (f"label == {label}", table["label"] == label) if label else ("", True)
+        cells = links(sections(explorer, View(targets_where=where))["confusion"]())
+        assert sum(int(text) for _, text in cells) == (table["predicted"].notna() & of_label).sum()
+        for view, text in cells:
+            assert len(explorer.targets.selected(view)) == int(text)
 
 
 @pytest.mark.parametrize(

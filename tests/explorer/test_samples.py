@@ -90,19 +90,16 @@ def test_html__texts_are_the_token_ids_and_nothing_else(
     assert html == "".join(expected)
 
 
-def test_html__of_numbers_is_short() -> None:
-    samples = td.from_arrays({"x": np.arange(200.0).reshape(2, 100)})
-    (html,) = Contents(samples).html([1])
+def test_html__of_numbers_is_short_and_in_brief_of_the_image_alone() -> None:
+    image, x = np.zeros((3, 8, 8), np.float32), np.arange(300.0).reshape(3, 100)
+    contents = Contents(td.from_arrays({"x": x, "image": image}))
+    (html,) = contents.html([1])
     assert "x: 100, 101" in html
     assert "100 numbers" in html
-
-
-def test_html__in_brief_is_the_image_alone() -> None:
-    image = np.zeros((3, 8, 8), np.float32)
-    samples = Contents(td.from_arrays({"label": np.arange(3), "image": image}))
-    (html,) = samples.html([2], brief=True)
-    assert html.startswith("<img")
-    assert "label" not in html
+    (brief,) = contents.html([1], brief=True)
+    assert brief.startswith("<img")
+    assert "x:" not in brief
+    assert Contents().html([1, 2]) == ["", ""]
 
 
 def test_html__reads_only_what_is_shown() -> None:
@@ -118,7 +115,3 @@ def test_html__reads_only_what_is_shown() -> None:
     assert len(Contents(broken).html([1, 3])) == 2
     with pytest.raises(AssertionError):
         Contents(broken).html([5])
-
-
-def test_html__without_samples_is_empty() -> None:
-    assert Contents().html([1, 2]) == ["", ""]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -49,18 +45,10 @@ FILES = ["static/js/bokeh.min.js", "static/extensions/panel/panel.min.js"]
 PATHS = ["", "ws", "metadata", "autoload.js", "components/x", "rest", "x/", *FILES]
 
 
-@pytest.mark.parametrize("path", ["", "?page=corpus", *FILES])
-def test_server__answers_who_has_the_token(url: str, path: str) -> None:
-    status, content = answer(url + path)
-    assert status == 200
-    assert len(content) > 1000
-
-
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
         ({"target": "9" * 5000}, 400), ({"k": ["3", "3"]}, 400), ({"search": b"\xff"}, 400),
-        ({"sort": "nope"}, 400), ({"group_by": "nope"}, 400), ({"where": "label =="}, 400),
         ({"sort": "output", "group_by": "label", "search": "²", "other": "9" * 5000}, 200),
         ({"theme": b"\xff", "bokeh-session-id": b"\xff"}, 200),  # which Bokeh and Panel would read
     ],
@@ -80,12 +68,8 @@ def test_server__refuses_whoever_has_it_not(url: str) -> None:
             status, content = answer(f"{base}/{prefix}{path}")
             assert status == 403, (prefix, path)
             assert token.encode() not in content
-
-
-def test_server__icons_need_no_token_and_say_nothing(url: str) -> None:
-    base = url.rsplit("/", 2)[0]
-    assert answer(f"{base}/favicon.ico")[0] == 404
-    assert answer(f"{url}favicon.ico") == (204, b"")
+    for path in FILES:
+        assert answer(url + path)[0] == 200
 
 
 def test_server__websocket_needs_the_token(url: str) -> None:
@@ -132,19 +116,3 @@ def test_server__of_a_port_that_is_taken_and_an_address_of_no_machine() -> None:
         server(explorer().app, host="no-such-host.invalid")
     with pytest.raises(ValueError, match="got 65536"):
         server(explorer().app, port=65536)
-
-
-@pytest.mark.slow
-def test_explore__prints_one_address_and_ends_by_ctrl_c(tmp_path: Path) -> None:
-    td.save(data(12, 0), tmp_path / "train.zarr", progress=False)
-    td.save(data(12, 1), tmp_path / "targets.zarr", estimator=None, progress=False)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "trakdask", "explore", "train.zarr", "targets.zarr"],
-        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    with process:
-        url = process.stdout.readline().strip()
-        assert answer(url)[0] == 200
-        process.send_signal(signal.SIGINT)
-        printed, errors = process.communicate(timeout=PATIENCE_S)
-    assert (process.returncode, printed, errors) == (0, "", "")

@@ -20,22 +20,6 @@ from trakdask.explorer.app import Session
 from trakdask.explorer.view import View
 
 
-def test_session__a_click_abandons_what_runs() -> None:
-    gate = Gate()
-    explorer = td.explore(gate.before(data(N, 0)), data(M, 1))
-    session = Session(explorer, View(page="corpus"))
-    session._handle_msg({"shown": True})
-    assert gate.started.wait(PATIENCE_S)
-    before = session._thread
-    session.go(View())
-    gate.open()
-    wait(session)
-    assert before is not None
-    before.join(PATIENCE_S)
-    assert "Targets" in session.html
-    assert session.html.count("<section") == 2
-
-
 def test_session__ranks_training_samples_by_loss_before_it_reads_features() -> None:
     gate, features = Gate(), data(N, 0).assign_attrs(loss_kind="squared error")
     targets = data(M, 1).assign_attrs(loss_kind=features.loss_kind)
@@ -107,18 +91,6 @@ def deadly(block: np.ndarray, switch: str) -> np.ndarray:
         os.unlink(switch)
         os.kill(os.getpid(), signal.SIGKILL)
     return block
-
-
-def test_session__works_again_when_a_store_that_vanished_is_back(tmp_path: Path) -> None:
-    store, away = tmp_path / "train.zarr", tmp_path / "away"
-    explorer = td.explore(td.save(data(N, 0), store, progress=False), data(M, 1), estimator=TRAK)
-    store.rename(away)
-    session = opened(explorer, View(page="target", target=1))
-    assert "does not exist" in session.html
-    assert "Traceback" not in session.html
-    away.rename(store)
-    show(session, View(page="target", target=2))
-    assert cards(session)[:10] == best(target=2)
 
 
 @pytest.mark.parametrize("change", ["append", "drop"])

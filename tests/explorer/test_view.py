@@ -58,10 +58,3 @@ def test_from_query__keeps_a_condition_that_is_none_beside_its_error(bad: Any, k
     view = View.from_query(urlencode({"where": bad, "targets_where": bad}, doseq=True))
     assert (view.where, view.targets_where) == (kept, kept)
     assert list(view.errors) == ["where", "targets_where"]
-
-
-def test_from_query__ignores_what_is_not_ours() -> None:
-    view = View.from_query("token=abc&errors=x&page=corpus")
-    assert (view, view.errors) == (View(page="corpus"), {})
-    assert View.from_query("") == View()
-    assert View().to_query() == ""
