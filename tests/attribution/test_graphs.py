@@ -82,6 +82,7 @@ LAZY: dict[str, Query] = {
     "gram": lambda f, _: td.gram(f),
     "gram, weights": lambda f, _: td.gram(f, weights=f.out_to_loss),
     "score, each checkpoint": lambda f, t: td.score(f, t, "soft", average=False),
+    "score, few targets": lambda f, t: scores(f, t.isel(sample=slice(3))),
     "score, rows": lambda f, t: scores(f, t).isel(sample=slice(10, 20)),
     "some groups": lambda f, t: td.group_score(f, t, "soft", by="some"),
     "top_k": lambda f, t: td.top_k(scores(f, t), 3),
