@@ -40,21 +40,8 @@ def test_statistics__the_ceiling_is_of_the_mean_over_pairs_of_seeds() -> None:
     expected = evaluation.ceiling(np.mean(pairs, axis=0), 3)
     np.testing.assert_allclose(found, expected, atol=1e-12)
     assert (expected > 0.3).all()  # and none that was treated as 0
-    assert np.isnan(evaluation.statistics(seeds[0], [], seeds[:1], np.ones(30))).all()
-
-
-def test_ceiling__is_what_a_perfect_prediction_reaches() -> None:
-    """Signal and noise of equal size: the mean of three has correlation √(3/4) with the signal."""
-    rng = np.random.default_rng(0)
-    signal = rng.standard_normal((200_000, 1))
-    seeds = [signal + rng.standard_normal(signal.shape) for _ in range(3)]
-    ones = np.ones(len(signal), int)
-    reached = spearman(signal, np.mean(seeds, axis=0), ones)[0]
-    rankings = [Ranking.of(one) for one in seeds]
-    ((found,),) = evaluation.statistics(rankings[0], [], rankings, np.ones(len(signal)))
-    # Exact for Pearson's correlation; of ranks within 0.01.
-    assert found == pytest.approx(reached, abs=0.01)
     assert evaluation.ceiling(np.array([0.5]), 3)[0] == pytest.approx(0.75**0.5)
+    assert np.isnan(evaluation.statistics(seeds[0], [], seeds[:1], np.ones(30))).all()
 
 
 def test_bootstrap__same_resamples_for_all_predictions() -> None:
@@ -99,15 +86,6 @@ def test_bootstrap__targets_that_differ_widen_the_draws_by_as_much() -> None:
     np.testing.assert_allclose(draws[1], 1)
 
 
-def test_mean_interval__equals_scipy() -> None:
-    x = np.random.default_rng(0).standard_normal((2, 12))
-    found = evaluation.mean_interval(x, 0.9)
-    expected = stats.t.interval(0.9, 11, loc=x.mean(axis=1), scale=stats.sem(x, axis=1))
-    np.testing.assert_allclose(found, expected)
-    np.testing.assert_array_equal(evaluation.mean_interval(x[:, None], 0.9)[..., 0], found)
-    assert np.isnan(evaluation.mean_interval(x[:, :1], 0.9)).all()
-
-
 # ------------------------------------------------- how well scores separate two classes
 
 
@@ -133,23 +111,3 @@ def test_roc_auc__perfect_and_unknown() -> None:
     assert (area, bounds.tolist()) == (1.0, [1.0, 1.0])
     area, bounds = evaluation.roc_auc(np.array([0, np.nan, 1, 2]), positive, 0.95)
     assert np.isnan([area, *bounds]).all()
-
-
-def test_roc_auc__interval_covers() -> None:
-    """300 experiments, 25 of 200 positives, of an area that is known: normals, 1 apart."""
-    truth, rng = stats.norm.cdf(1 / 2**0.5), np.random.default_rng(0)
-    positive = np.arange(200) < 25
-    covered = 0
-    for _ in range(300):
-        values = rng.standard_normal(200) + positive
-        low, high = evaluation.roc_auc(values, positive, 0.95)[1]
-        covered += low <= truth <= high
-    assert 0.92 <= covered / 300 <= 0.98
-
-
-@pytest.mark.parametrize("n", [1, 20, 500])
-def test_proportion_interval__equals_scipy(n: int) -> None:
-    for count in {0, 1, n // 3, n}:
-        found = evaluation.proportion_interval(np.array(count / n), n, 0.9)
-        expected = stats.binomtest(count, n).proportion_ci(0.9, method="wilson")
-        np.testing.assert_allclose(found, expected, atol=1e-12)

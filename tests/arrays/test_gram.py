@@ -75,16 +75,3 @@ def test_gram__rows_of_nan_are_left_out() -> None:
     mean = np.nan_to_num(g.mean(axis=1))  # of no use at either checkpoint, where one is missing
     np.testing.assert_array_equal(total, np.einsum("s,spc->pc", mean, without))
     np.testing.assert_array_equal(loss_gradient(lazy(x), sum_weights), total)
-
-
-def test_gram_and_sum__each_block_is_read_once() -> None:
-    read = []
-
-    def block(block_id: tuple[int, ...]) -> np.ndarray:
-        read.append(block_id)
-        return gaussian(50, 4, 1)
-
-    chunks = ((50,) * 6, (4,), (1, 1))
-    feature = da.map_blocks(block, chunks=chunks, dtype="f4", meta=np.empty((0, 0, 0), "f4"))
-    dask.compute(*gram_and_sum(feature, None, da.ones((300, 2), chunks=(50, 1))), scheduler="sync")
-    assert sorted(read) == [(b, 0, c) for b in range(6) for c in range(2)]

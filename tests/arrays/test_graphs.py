@@ -144,12 +144,20 @@ def parameters(function: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
-def results(function: Callable[..., Any], **seeds: int) -> list[da.Array]:
-    made = function(**{
+def inputs(function: Callable[..., Any], **seeds: int) -> dict[str, Any]:
+    return {
         name: (INPUTS.get(f"{function.__name__}.{name}") or INPUTS[name])(seeds.get(name, 0))
         for name in parameters(function)
-    })  # fmt: skip
+    }
+
+
+def of(function: Callable[..., Any], given: dict[str, Any]) -> list[da.Array]:
+    made = function(**given)
     return list(made) if isinstance(made, tuple) else [made]
+
+
+def results(function: Callable[..., Any], **seeds: int) -> list[da.Array]:
+    return of(function, inputs(function, **seeds))
 
 
 def named(function: Callable[..., Any]) -> str:
@@ -192,3 +200,15 @@ def test_lazy__equal_inputs_give_equal_names(function: Callable[..., Any]) -> No
 def test_lazy__another_input_gives_another_name(function: Callable[..., Any], name: str) -> None:
     """Otherwise a scheduler that knows the name would return the result of the other input."""
     assert [a.name for a in results(function, **{name: 1})] != first_names(function)
+
+
+LARGE = {"feature", "target", "solved", "gram"}
+
+
+@pytest.mark.parametrize("function", [f for f in FUNCTIONS if LARGE & {*parameters(f)}], ids=named)
+def test_lazy__large_inputs_may_have_several_checkpoints_in_a_chunk(function: Any) -> None:
+    given = inputs(function)
+    turned = {name: given[name].rechunk({-1: C}) for name in LARGE & {*given}}
+    found, expected = dask.compute(of(function, given | turned), of(function, given))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.tolist(), other.tolist(), rtol=1e-6)

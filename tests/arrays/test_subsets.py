@@ -5,36 +5,8 @@ import weakref
 import dask
 import dask.array as da
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from trakdask.arrays import subsets
-
-
-def test_random_subsets__equal_sizes_and_any_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = subsets.random_subsets(50, 7, 20, seed=3)
-    monkeypatch.setattr(subsets, "_BYTES_PER_BLOCK", 100)  # two rows per block
-    many = subsets.random_subsets(50, 30, 20, seed=3)
-    assert many.numblocks == (15, 1)
-    assert (many.compute().sum(axis=1) == 20).all()
-    np.testing.assert_array_equal(many[:7].compute(), few.compute())
-    assert len(np.unique(many.compute(), axis=0)) == 30
-    assert (subsets.random_subsets(50, 7, 20, seed=4).compute() != few.compute()).any()
-
-
-@given(st.integers(1, 7), st.integers(3, 9), st.integers(1, 5))
-def test_subset_sums__exact_for_any_chunks(rows: int, samples: int, targets: int) -> None:
-    rng = np.random.default_rng(0)
-    masks = rng.random((6, 20)) < 0.5
-    values = rng.integers(-9, 10, (20, 4, 2)).astype(np.float32)
-    found = subsets.subset_sums(
-        da.from_array(masks, chunks=(rows, 20)),
-        da.from_array(values, chunks=(samples, targets, 1)),
-    )
-    assert found.dtype == np.float64
-    expected = np.einsum("ns,stc->ntc", masks, values)
-    np.testing.assert_array_equal(found.compute(scheduler="sync"), expected)
 
 
 def test_subset_sums__never_holds_the_scores() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trakdask.arrays.score import score as make_score
-from trakdask.arrays.topk import TileMask, among_best, top_k
+from trakdask.arrays.topk import TileMask, top_k
 
 
 def oracle(
@@ -66,19 +66,3 @@ def test_top_k__no_task_returns_a_tile(mask: object) -> None:
     with Callback(posttask=lambda key, result, *_: sizes.append(getattr(result, "nbytes", 0))):
         dask.compute(*top_k(tiles, 5, mask=mask), scheduler="sync")  # type: ignore[arg-type]
     assert max(sizes) < 100 * 60 * 4 / 2
-
-
-@given(_chunkings, st.integers(1, 4), st.integers(0, 2**32))
-def test_among_best__stable_sort_of_each_group(
-    rows: tuple[int, ...], n_groups: int, seed: int
-) -> None:
-    rng = np.random.default_rng(seed)
-    n = sum(rows)
-    score, codes = rng.choice(_values, n), rng.integers(-1, n_groups, n)
-    counts = rng.integers(0, 6, n_groups)
-    expected = np.zeros(n, bool)
-    for group, count in enumerate(counts):
-        ranked = np.flatnonzero((codes == group) & ~np.isnan(score))
-        expected[ranked[np.argsort(-score[ranked], kind="stable")][:count]] = True
-    found = among_best(da.from_array(score, chunks=(rows,)), codes, counts)
-    np.testing.assert_array_equal(found.compute(scheduler="sync"), expected)

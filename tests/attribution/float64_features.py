@@ -19,13 +19,6 @@ def with_values(features: xr.Dataset, **values: np.ndarray) -> xr.Dataset:
     )
 
 
-def alike(feature: np.ndarray, c: int, **values: np.ndarray) -> xr.Dataset:
-    """Features (n, p) that are the same at c checkpoints; other values (n, c) as given."""
-    n, p = feature.shape
-    repeated = np.repeat(feature[:, :, None], c, axis=2)
-    return with_values(simulate_features(n, p, c), feature=repeated, **values)
-
-
 def float64_features(n: int, p: int, c: int, seed: int, chunks: int) -> xr.Dataset:
     """Gaussian features, uniform Q, and outputs that are 0."""
     rng, shape = np.random.default_rng(seed), (n, c)

@@ -140,6 +140,9 @@ def test_parts__of_the_samples_before_some_were_dropped_are_refused(tmp_path: Pa
     mask = labelled(FLAGS).assign_coords(label=X.label)
     with pytest.raises(ValueError, match="'label'"):
         td.drop(store, where=mask[by_label])
+    masks = td.evaluate.subsets(X, 5).rename(subset="checkpoint")
+    with pytest.raises(ValueError, match="'label'"):
+        td.assign_coords(store, {"trained_on": masks.isel(sample=by_label)})
     kept = td.drop(store, where=mask)
     with pytest.raises(ValueError, match=r"{'sample': 13}, got {'sample': 20}"):
         td.group_score(kept, T, DOT, by=labelled(PARTS))
@@ -166,11 +169,3 @@ def test_gallery__has_the_images_of_the_ranked_samples() -> None:
     top = td.top_k(scores(X.isel(sample=~FLAGS), T), 2)
     with pytest.raises(ValueError, match="13 samples that were ranked, got 20"):
         td.plots.gallery(top, top, np.zeros((N, 4, 4)), np.zeros((M, 4, 4)))
-
-
-def test_assign_coords__compares_coords_of_masks(tmp_path: Path) -> None:
-    td.save(X, tmp_path / "f.zarr", estimator=None, progress=False)
-    masks = td.evaluate.subsets(X, 5).rename(subset="checkpoint")
-    by_label = np.argsort(X.label.values, kind="stable")
-    with pytest.raises(ValueError, match="'label'"):
-        td.assign_coords(tmp_path / "f.zarr", {"trained_on": masks.isel(sample=by_label)})

@@ -69,16 +69,6 @@ def test_combine__scores_of_a_group_are_those_of_its_members(estimator, how: str
         np.testing.assert_allclose(found[:, column], expected, rtol=1e-8, atol=1e-12)
 
 
-def test_combine__outputs_and_features_are_combined_alike() -> None:
-    made = td.combine(NAMED, by="kind")
-    members = np.flatnonzero(KIND == "b")
-    np.testing.assert_allclose(made.output[1], T.output.values[members].mean(0))
-    np.testing.assert_allclose(made.feature[1], T.feature.values[members].mean(0))
-    np.testing.assert_allclose(made.out_to_loss[1], T.out_to_loss.values[members].mean(0))
-    assert made.feature.dims == T.feature.dims
-    assert made.attrs["combined"] == "mean by kind"
-
-
 CONTRASTS = {
     "array": {"a - b": [1, -1, 0, 0, 0, 0, 0], "all": np.ones(7)},
     "positions": {"a - b": {0: 1, 1: -1}, "all": dict.fromkeys(range(7), 1)},
@@ -118,17 +108,11 @@ def test_combine__failed_targets_count_only_where_their_weight_does() -> None:
 def test_combined_targets__are_saved_and_opened_like_others(how, tmp_path: Path) -> None:
     made = td.combine(NAMED.astype("f4"), **how)
     stored = td.save(made, tmp_path / "t.zarr", estimator=None, progress=False)
-    assert stored.attrs["combined"] == made.attrs["combined"]
-    np.testing.assert_array_equal(stored.output, made.output)
     again = td.save(made, tmp_path / "t.zarr", estimator=None, progress=False)  # nothing is missing
     xr.testing.assert_identical(again, stored)
-    features = td.save(X.astype("f4"), tmp_path / "f.zarr", progress=False)
-    scores, expected = (td.score(features, targets) for targets in (stored, made))
-    np.testing.assert_array_equal(scores, expected)
-    title = f"target_{how.get('by', 'combination')}"
-    assert scores[title].values.tolist() == expected[title].values.tolist()
-    top = td.top_k(scores, 3).compute()
-    np.testing.assert_array_equal(top.position, np.argsort(-expected.values, 0, "stable")[:3].T)
+    assert stored.attrs["combined"] == made.attrs["combined"]
+    tops = (td.top_k(td.score(X.astype("f4"), targets), 3) for targets in (stored, made))
+    xr.testing.assert_identical(*(top.compute().drop_attrs() for top in tops))
 
 
 # --- groups whose samples failed ------------------------------------------------------------------

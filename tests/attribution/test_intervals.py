@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import xarray as xr
 from scipy import stats
@@ -72,10 +71,6 @@ def intervals(
     single = td.self_influence if targets is None else td.score
     ask = td.group_score if "by" in options else single
     return ask(*sides, estimator, level=level, **options)
-
-
-def shares(*args, **options) -> xr.DataArray:
-    return td.group_score(*args, **options, share=True)
 
 
 Query = Callable[[xr.Dataset, xr.Dataset, object], xr.DataArray]
@@ -212,20 +207,6 @@ def test_intervals__kept_are_chosen_by_the_procedure_of_scipy(options) -> None:
         np.testing.assert_array_equal((top.position >= 0).sum("rank"), expected.sum(axis=0))
 
 
-def test_intervals__kept_are_noise_at_their_rate() -> None:
-    """Half of the scores are noise: few of the kept ones are."""
-    rng, n = np.random.default_rng(0), 1000
-    x = np.zeros((2 * n, 2, C))
-    x[:, 0] = rng.standard_normal((2 * n, C)) + 4 * (np.arange(2 * n) < n)[:, None]
-    train = td.testing.simulate_features(2 * n, 2, C, chunks=300).astype("f8")
-    train = with_values(train, feature=x, out_to_loss=np.ones((2 * n, C)))
-    one = train.isel(sample=[0]).copy()
-    one["feature"] = one.feature * 0 + xr.DataArray([1.0, 0.0], dims="proj_dim")
-    kept = intervals(train, one, "grad_dot", q=0.1).score.notnull().values[:, 0]
-    assert kept[:n].mean() > 0.95
-    assert 0.02 < kept[n:].sum() / kept.sum() < 0.1
-
-
 AUTHORS = xr.DataArray(
     np.random.default_rng(2).dirichlet([0.3] * 3, N) * (np.arange(N) % 5 > 0)[:, None],
     {"author": ["Ada", "Bo", "Cy"]}, ("sample", "author"),
@@ -239,57 +220,19 @@ _LINEAR = ["trak", "soft", "relatif, signed", "grad_dot", "tracin"]
 def test_shares__are_of_all_scores(case: str) -> None:
     name, train = CASES[case]
     score = td.score(train, TARGETS, ESTIMATORS[name](train)).sum("target").compute()
-    found = shares(train, TARGETS, ESTIMATORS[name](train), by=AUTHORS)
+    found = td.group_score(train, TARGETS, ESTIMATORS[name](train), by=AUTHORS, share=True)
     expected = (AUTHORS * score).sum("sample") / score.sum()
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert found.author.values.tolist() == ["Ada", "Bo", "Cy"]
 
 
-def test_credit__takes_parts_that_pandas_makes_of_lists() -> None:
-    rng = np.random.default_rng(3)
-    lists = [list(rng.permutation(["Ada", "Bo", "Cy"])[: i % 4]) for i in range(N)]
-    authors = pd.Series(lists).explode()
-    parts = pd.crosstab(authors.index, authors, normalize="index")
-    parts = xr.DataArray(parts, dims=("sample", "author"))
-    with pytest.raises(ValueError, match="are missing, the first of them"):
-        td.group_score(TRAIN, TARGETS, "trak", by=parts)
-    parts = parts.reindex(sample=range(N), fill_value=0)
-    dense = td.score(TRAIN, TARGETS, "trak").values
-    expected = {
-        name: sum(dense[i] / len(names) for i, names in enumerate(lists) if name in names)
-        for name in ("Ada", "Bo", "Cy")
-    }
-    found = td.group_score(TRAIN, TARGETS, "trak", by=parts)
-    assert found.author.values.tolist() == ["Ada", "Bo", "Cy"]
-    np.testing.assert_allclose(found, list(expected.values()), rtol=1e-8, atol=1e-12)
-
-
-def test_credit__of_a_coord_adds_up_to_1_with_samples_of_no_group(tmp_path: Path) -> None:
-    found = shares(TRAIN, TARGETS, "trak", by="label")
-    assert found.dims == ("label",)
-    assert float(found.sum()) == pytest.approx(1)
+def test_intervals__of_parts_are_those_of_a_coord() -> None:
     parts = xr.DataArray(
         TRAIN.label.values[:, None] == [0, 1], {"label": [0, 1]}, ("sample", "label")
     )
-    same = shares(TRAIN, TARGETS, "trak", by=parts.astype(float))
-    xr.testing.assert_allclose(same.compute(), found.compute())
-    found.trak.to_parquet(tmp_path / "p")
-    assert {"label", "share"} <= set(pd.read_parquet(tmp_path / "p"))
     groups = intervals(TRAIN, TARGETS, "trak", by=parts)
     by_name = intervals(TRAIN, TARGETS, "trak", by="label")
     xr.testing.assert_allclose(groups.compute(), by_name.compute())
-
-
-def test_intervals__are_written_with_their_coords(tmp_path: Path) -> None:
-    found = intervals(TRAIN, TARGETS, "trak", by="source")
-    found.trak.to_parquet(tmp_path / "p")
-    table = pd.read_parquet(tmp_path / "p")
-    assert {"source", "target", "score", "lower", "upper", "snr"} <= set(table.columns)
-    found.trak.to_zarr(tmp_path / "z.zarr")
-    xr.testing.assert_allclose(xr.open_zarr(tmp_path / "z.zarr").lower, found.lower.compute())
-    top = intervals(TRAIN, TARGETS, "trak").trak.top_k(3, rank_by="lower")
-    top.trak.to_parquet(tmp_path / "t")
-    assert pd.read_parquet(tmp_path / "t").snr.notna().all()
 
 
 def test_top_k__ignores_variables_along_other_dimensions() -> None:

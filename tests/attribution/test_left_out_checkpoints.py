@@ -71,17 +71,6 @@ def test_grades_and_choice_are_those_of_a_loop(features) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:outputs of the training rows")
-def test_noise_changes_nothing(features) -> None:
-    noise = np.random.default_rng(1).normal(size=(N, C))
-    noisy = features.assign(output=features.output.copy(data=noise))
-    chosen = td.damping(noisy).compute()
-    before = td.damping(noisy, td.Soft(damping="completeness")).compute()
-    if str(chosen.rule.values) != "cross-validation":
-        xr.testing.assert_allclose(chosen.damping, before.damping)
-    assert 0.1 <= float((chosen.damping / before.damping)[0]) <= 10
-
-
-@pytest.mark.filterwarnings("ignore:outputs of the training rows")
 def test_few_checkpoints_or_unknown_or_equal_subsets_are_chosen_for_as_before(features) -> None:
     four = features.isel(checkpoint=slice(4))
     same = features.assign(trained_on=features.trained_on | True)

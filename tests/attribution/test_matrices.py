@@ -60,17 +60,6 @@ def reduced(opened: xr.Dataset) -> xr.Dataset:
     return opened.drop_vars(["gram", "loss_gradient"])
 
 
-def test_save__soft_keeps_matrices_by_definition(tmp_path: Path) -> None:
-    opened = save(MADE, tmp_path / "f.zarr", estimator=td.Soft(power=0.25))
-    x, q = (opened[name].values.astype("f8") for name in ("feature", "out_to_loss"))
-    gram = np.einsum("npc,nqc,nc->pqc", x, x, q**0.25 * (1 - q))
-    np.testing.assert_allclose(opened.gram, gram, rtol=1e-5, atol=1e-4)
-    loss_gradient = np.einsum("npc,n->pc", x, (q**0.25).mean(1))
-    np.testing.assert_allclose(opened.loss_gradient, loss_gradient, rtol=1e-5, atol=1e-4)
-    assert opened.gram.attrs["gram_weights"] == "q^0.25 (1 - q)"
-    assert opened.gram.attrs["n_samples"] == 200
-
-
 def test_score__kept_matrices_give_the_same_scores_and_spare_the_features(
     tmp_path: Path,
 ) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import xarray as xr
-from distributed import Client
 
 import trakdask as td
 from tests.attribution.float64_features import float64_features
-from trakdask.testing import simulate_features
 
 N, M, P, C = 60, 24, 6, 3
 LABEL = np.arange(M) % 2
@@ -195,6 +192,11 @@ def test_group_score__is_scaled_by_all_samples_also_those_without_a_group() -> N
     T, X = targets(), training()
     T = complete(T, X, SOFT)
     whole = td.group_score(X, T, SOFT, by="source", metric="accuracy")
+    parts = xr.DataArray(
+        (X.source.values[:, None] == ["x", "y"]) * 1.0, {"part": ["x", "y"]}, ("sample", "part")
+    )
+    found = td.group_score(X, T, SOFT, by=parts, metric="accuracy")
+    np.testing.assert_allclose(found, whole[:2], rtol=1e-6)
     source = X.source.values.astype(object)
     source[source == "z"] = None
     some = X.assign_coords(source=("sample", source))
@@ -202,16 +204,6 @@ def test_group_score__is_scaled_by_all_samples_also_those_without_a_group() -> N
     np.testing.assert_allclose(found, whole[:2], rtol=1e-9)
     both = td.group_score(some, T, SOFT, by=["source", "label"], metric="accuracy")
     assert both.sizes == {"source": 2, "label": 2, "target": 1}
-
-
-def test_group_score__a_metric_of_groups_in_parts() -> None:
-    T, X = targets(), training()
-    names, source = np.unique(X.source.values), X.source.values[:, None]
-    parts = xr.DataArray((source == names) * 1.0, {"source": names}, ("sample", "source"))
-    expected = td.group_score(X, T, SOFT, by="source", metric="accuracy")
-    for some in (parts, parts[:, :1]):  # the rest belongs to no group
-        found = td.group_score(X, T, SOFT, by=some, metric="accuracy")
-        np.testing.assert_allclose(found, expected.sel(source=found.source), rtol=1e-6)
 
 
 def test_group_score__a_metric_needs_no_derivative() -> None:
@@ -270,70 +262,29 @@ def test_metrics__chunks_are_invisible(name, chunks) -> None:
     )
 
 
-def test_combined_metric__is_evaluated() -> None:
-    T, X = targets(), training()
-    scores = td.score(X, td.combine(T, metric="worst_group"), SOFT)
-    masks = td.evaluate.subsets(X, 12)
-    outputs = xr.DataArray(
-        np.random.default_rng(0).normal(size=(12, 2, M)), dims=("subset", "seed", "target")
-    )
-    truth = td.evaluate.metric(outputs, T, "worst_group")
-    assert truth.dims == ("subset", "seed", "target")
-    assert td.evaluate.lds(scores, masks, truth, resamples=2).lds.compute().shape == (1,)
+NEITHER = targets().drop_vars(["group", "label"])
+THREE = targets().assign_coords(label=("sample", np.arange(M) % 3))
+SEQUENCES = targets().assign_attrs(task=str(td.tasks.CausalLM()), loss_kind="other")
 
 
-def test_combined_metric__is_graded_by_checkpoints_of_halves() -> None:
-    X, T = simulate_features(N, P, 5), simulate_features(M, P, 5, seed=1)
-    X = X.assign(trained_on=td.evaluate.subsets(X, 5).rename(subset="checkpoint"))
-    made = td.combine(T, metric="loss")
-    grade = td.evaluate.cross_validate(X, made, SOFT)
-    outputs = td.evaluate.metric(T.output, T, "loss")[:, 0]
-    flipped = td.evaluate.cross_validate(X, made.assign(output=-made.output), SOFT)
-    assert grade.lds.sizes == {"target": 1}
-    np.testing.assert_allclose(made.output[0], outputs, rtol=1e-5)
-    np.testing.assert_allclose(grade.lds, -flipped.lds)
+@pytest.mark.parametrize(
+    ("given", "options", "words"),
+    [
+        (NEITHER, {"metric": "gap"}, "coord 'group'.*assign_coords"),
+        (NEITHER, {"metric": "auroc"}, "coord 'label'.*assign_coords"),
+        (NEITHER, {"metric": "f1"}, "'worst_group'.*a function"),
+        (targets(), {"by": "label", "metric": "loss"}, "'by', 'metric'"),
+        (THREE, {"metric": "auroc"}, r"0 and 1.*got \[0, 1, 2\]"),
+        (targets(squared=True), {"metric": "accuracy"}, "metric='loss'"),
+        (SEQUENCES, {"metric": "loss"}, "metric=lambda outputs"),
+    ],
+)
+def test_errors__say_what_to_try(given: xr.Dataset, options: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        td.combine(given, **options)
 
 
-def test_metrics__same_answers_on_worker_processes(process_client: Client) -> None:
-    def recall(f: torch.Tensor, coords: xr.Dataset) -> torch.Tensor:
-        return torch.sigmoid(f[torch.tensor(coords.label.values == 1)]).mean()
-
-    T, X = targets(), training()
-    lazy = [
-        td.combine(T, metric=recall).feature,
-        td.group_score(X, T, SOFT, by="source", metric=recall),
-        td.group_score(X, T, SOFT, by="source", metric="worst_group"),
-    ]
-    for one in lazy:
-        here, there = one.compute(scheduler="sync"), process_client.compute(one).result()
-        np.testing.assert_array_equal(here, there)
-
-
-ERRORS = {
-    "no group": (functools.partial(td.combine, metric="gap"), "coord 'group'", "assign_coords"),
-    "no label": (functools.partial(td.combine, metric="auroc"), "coord 'label'", "assign_coords"),
-    "misspelled": (functools.partial(td.combine, metric="f1"), "'worst_group'", "a function"),
-    "two options": (functools.partial(td.combine, by="label", metric="loss"), "'by', 'metric'"),
-}
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors__say_what_to_try(case) -> None:
-    call, *words = ERRORS[case]
-    with pytest.raises(ValueError) as raised:  # noqa: PT011
-        call(targets().drop_vars(["group", "label"]))
-    assert all(word in str(raised.value) for word in words)
-
-
-def test_errors__of_what_does_not_fit() -> None:
-    three = targets().assign_coords(label=("sample", np.arange(M) % 3))
-    with pytest.raises(ValueError, match=r"0 and 1.*got \[0, 1, 2\]"):
-        td.combine(three, metric="auroc")
-    with pytest.raises(ValueError, match="metric='loss'"):
-        td.combine(targets(squared=True), metric="accuracy")
-    sequences = targets().assign_attrs(task=str(td.tasks.CausalLM()), loss_kind="other")
-    with pytest.raises(ValueError, match="metric=lambda outputs"):
-        td.combine(sequences, metric="loss")
+def test_errors__of_other_samples() -> None:
     td.combine(targets().assign_attrs(task=str(td.tasks.CausalLM(position="at"))), metric="loss")
     with pytest.raises(ValueError, match=r"outputs with the sizes {'sample': 24}"):
         td.evaluate.metric(targets().output[:5], targets(), "loss")
@@ -367,12 +318,6 @@ def test_metrics__of_nothing_are_nan(name: str, how: str) -> None:
         value = td.evaluate.metric(T.output, T, metric)
         for found in (score, summed, value):
             assert (np.isnan(found) if has_nothing else np.isfinite(found)).all()
-
-
-def test_metrics__of_no_group_are_nan() -> None:
-    nowhere = targets().assign_coords(group=("sample", np.full(M, np.nan)))
-    for name in ("worst_group", "gap"):
-        assert np.isnan(td.score(training(), td.combine(nowhere, metric=name), TRAK)).all()
 
 
 def test_metrics__have_no_cosine() -> None:

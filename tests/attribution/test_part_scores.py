@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 
-import dask
 import numpy as np
 import pytest
 import torch
 import xarray as xr
-from distributed import Client
 from torch import nn
 
 import trakdask as td
@@ -350,17 +348,3 @@ def test_score_parts__a_layer_that_mixes_tokens_is_found_by_its_sum() -> None:
     features = td.featurize(TRAIN, mixed, projector=td.SJLT(16)).compute()
     with pytest.raises(td.errors.BlockError, match=r"own\.weight"):
         td.score_parts(features, features, mixed, td.Trak(damping=0.1), of=TRAIN).compute()
-
-
-@pytest.mark.slow
-def test_score_parts__same_answers_on_worker_processes(process_client: Client) -> None:
-    def answers() -> tuple[xr.DataArray, ...]:
-        features, targets = lazy_sides(td.SJLT(32))
-        words = ask(features, targets, of=TRAIN.isel(sample=[1, 4]), text=lambda i: f"w{i}")
-        return dask.compute(words, ask(features, ASKED, by="source"))
-
-    there = answers()
-    with dask.config.set(scheduler="threads"):
-        here = answers()
-    for ours, theirs in zip(here, there, strict=True):
-        xr.testing.assert_identical(ours, theirs)

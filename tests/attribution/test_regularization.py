@@ -88,7 +88,7 @@ def test_damping__by_a_calibration_set(power, rho, noise, chosen) -> None:
     curve = curve_of(TRAIN, rows, h, g)
     found = td.damping(TRAIN, td.Soft(power=power), calibrate=rows).compute()
     np.testing.assert_allclose(found.curve, curve, atol=1e-10)
-    assert float(found.relative) == oracle_choice(list(curve), m=N)
+    assert float(found.relative) == oracle_choice(curve)
     assert chosen[0] <= float(found.relative) <= chosen[1]
     assert float(found.peak) == pytest.approx(curve.max(), abs=1e-10)
     least = np.tanh(np.arctanh(curve[GRID > 1].max()) - 0.2)  # of few samples
@@ -100,6 +100,14 @@ def test_damping__by_a_calibration_set(power, rho, noise, chosen) -> None:
     np.testing.assert_array_equal(found.relative_damping, GRID)
     another = td.Soft(power=power, damping=found.damping * (3 / found.relative))
     np.testing.assert_allclose(td.damping(TRAIN, another).damping, 3 * trace / N, rtol=1e-12)
+
+
+def test_damping__failed_samples_do_not_choose() -> None:
+    failed = TARGETS.compute()
+    failed.feature[4], failed.output[9, 2] = np.nan, np.nan
+    whole = TARGETS.isel(sample=np.delete(np.arange(M), [4, 9]))
+    found, expected = (td.damping(TRAIN, "soft", calibrate=each) for each in (failed, whole))
+    np.testing.assert_allclose(found.curve, expected.curve, rtol=1e-12)
 
 
 def test_damping__in_coordinates_that_name_their_prior() -> None:
@@ -130,7 +138,7 @@ def test_damping__by_training_rows_left_out() -> None:
     found = td.damping(train, estimator="soft").compute()
     curve = np.array([np.corrcoef(totals_left_out(train, r, h, g), f)[0, 1] for r in GRID])
     np.testing.assert_allclose(found.curve, curve, atol=1e-10)
-    assert float(found.relative) == oracle_choice(list(curve), m=N)
+    assert float(found.relative) == oracle_choice(curve)
     assert str(found.rule.values) == "completeness, training rows left out"
 
 

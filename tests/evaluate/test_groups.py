@@ -89,10 +89,7 @@ def test_leave_group_out__counts_the_effects_between_bounds() -> None:
     found = leave_group_out(train, exact, GROUPS, seeds=1, resamples=20).compute()
     assert float(found.coverage_mean) == float(found.lds_mean) == 1
     assert float(found.scale) == pytest.approx(2)
-
-
-def test_leave_group_out__bounds_of_effects_are_not_scaled() -> None:
-    near = {"mean_lower": effect - 0.1, "mean_upper": effect + 0.1}
+    near = {"mean_lower": effect - 0.1, "mean_upper": effect + 0.1}  # which are not scaled
     bounded = {"effect": 2 * effect, "lower": 9 + effect, "upper": 9 + effect, **near}
     sums = xr.Dataset({name: SUMS.copy(data=values) for name, values in bounded.items()})
     found = leave_group_out(train, sums, GROUPS, seeds=1, resamples=20).compute()
@@ -118,10 +115,12 @@ def test_leave_group_out__errors_are_those_of_the_seeds() -> None:
         np.testing.assert_allclose(found[name], expected[name], atol=1e-9, err_msg=name)
 
 
-def test_leave_group_out__a_mapping_and_some_groups_only() -> None:
+def test_leave_group_out__a_mapping_and_some_groups_only(tmp_path: Path) -> None:
     some = SUMS.sel(author=["Fay", "Ada", "Cy"])
     several = {"trak": some, "minus": -some}
-    found = leave_group_out(train, several, GROUPS, seeds=1, resamples=20).compute()
+    options = {"seeds": 1, "resamples": 20, "store": tmp_path, "tag": "x", "progress": False}
+    found = leave_group_out(train, several, GROUPS, **options)
+    assert len([*tmp_path.glob("models/*.npy")]) == 1 + 3
     assert found.author.values.tolist() == ["Fay", "Ada", "Cy"]
     np.testing.assert_allclose(found.effect, effect[[5, 0, 2]], rtol=1e-8)
     assert found.lds.dims == ("target", "estimator")
@@ -155,20 +154,3 @@ def test_leave_group_out__samples_without_a_group_are_always_trained_on() -> Non
     sums = td.group_score(features, TARGETS, TRAK, by="author")
     found = leave_group_out(train, sums, groups, seeds=1, resamples=20).compute()
     np.testing.assert_allclose(found.effect, effect[[0, 1, 2, 3, 5]], rtol=1e-8)
-
-
-def test_leave_group_out__store_trains_what_is_missing(tmp_path: Path) -> None:
-    trained = []
-
-    def counted(positions: np.ndarray, seed: int) -> np.ndarray:
-        trained.append(positions)
-        return train(positions, seed)
-
-    options = {"seeds": 2, "resamples": 20, "store": tmp_path / "s", "tag": "x", "progress": False}
-    first = leave_group_out(counted, SUMS.chunk(author=2), GROUPS, **options)
-    assert len(trained) == 2 * (1 + len(NAMES))
-    plain = leave_group_out(train, SUMS, GROUPS, seeds=2, resamples=20).compute()
-    xr.testing.assert_identical(first, plain)
-    next((tmp_path / "s" / "models").glob("*.npy")).unlink()
-    leave_group_out(counted, BOUNDED, GROUPS, **options)
-    assert len(trained) == 2 * (1 + len(NAMES)) + 1

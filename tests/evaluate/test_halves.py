@@ -64,18 +64,6 @@ def test_what_is_there_is_not_trained_again(samples, tmp_path) -> None:
     xr.testing.assert_equal(first.trained_on, known.trained_on[:2])
 
 
-def test_a_checkpoint_that_is_added_brings_its_mask(samples, tmp_path) -> None:
-    train, build = Remember(tmp_path / "log"), nn.Linear(N, 2)
-    few, known = train_on_halves(train, samples, tmp_path / "m", n=2, progress=False)
-    store, projector = tmp_path / "f.zarr", td.SJLT(proj_dim=8)
-    td.save(td.featurize(known, td.Model(build, few), projector), store, progress=False)
-    more, known = train_on_halves(train, samples, tmp_path / "m", n=3, progress=False)
-    new = td.Model(build, {name: more[name] for name in more if name not in few})
-    features = td.featurize(known, new, projector)
-    opened = td.save(features, store, append_dim="checkpoint", progress=False)
-    np.testing.assert_array_equal(opened.trained_on.values, known.trained_on.values.T)
-
-
 def test_other_samples_or_another_recipe_are_refused(samples, tmp_path) -> None:
     train, folder = Remember(tmp_path / "log"), tmp_path / "m"
     train_on_halves(train, samples, folder, n=1, progress=False)
@@ -112,36 +100,3 @@ def test_lazy_samples_may_be_read_while_training(samples, tmp_path, process_clie
 
     checkpoints, _ = train_on_halves(train, samples, tmp_path / "m", n=4, progress=False)
     assert all(Path(path).exists() for path in checkpoints.values())
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_a_trainer_of_hugging_face_trains_halves(tmp_path: Path) -> None:
-    """Each half is what its Trainer saw; the features of the models can be graded."""
-    pytest.importorskip("accelerate")
-    from tests.models.language_models import VOCABULARY, gpt2, transformers
-
-    ids = np.random.default_rng(0).integers(3, VOCABULARY, (12, 6))
-    rows = [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in ids]
-    args = transformers.TrainingArguments(
-        output_dir=str(tmp_path / "trainer"), num_train_epochs=2, learning_rate=0.01,
-        save_strategy="no", logging_strategy="no", report_to=[], disable_tqdm=True,
-        use_cpu=True, dataloader_pin_memory=False,
-    )  # fmt: skip
-    seen = []
-
-    def train(positions: np.ndarray, seed: int) -> nn.Module:
-        half = [rows[i] for i in positions]
-        trainer = transformers.Trainer(gpt2(), args, train_dataset=half)
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-        seen.append(positions)
-        return trainer.model
-
-    samples = td.from_arrays({"input_ids": ids})
-    checkpoints, known = train_on_halves(train, samples, tmp_path / "m", n=4, progress=False)
-    expected = map(np.flatnonzero, known.trained_on.values)
-    assert sorted(map(tuple, seen)) == sorted(map(tuple, expected))
-    model = td.Model(gpt2, checkpoints, td.tasks.CausalLM("input_ids"))
-    features = td.featurize(known, model, td.SJLT(proj_dim=64))
-    grade = td.evaluate.cross_validate(features, targets=features)
-    assert np.isfinite(grade.lds_mean)

@@ -8,6 +8,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
 import trakdask as td
@@ -19,20 +20,19 @@ FEATURES = td.testing.simulate_features(60, 5, 6).assign_coords(
 TARGETS = FEATURES.isel(sample=slice(4))
 
 
-def drawn(figure) -> tuple[np.ndarray, np.ndarray, list[str], list[str]]:
-    (ax,) = figure.axes
-    bars = [bar for bar in ax.patches]
-    widths = np.array([bar.get_width() for bar in bars])
-    segments = ax.collections[0].get_segments()
-    ends = np.array([segment[:, 0] for segment in segments])
-    colors = [to_hex(bar.get_facecolor()) for bar in bars]
+def drawn(ax: Axes) -> tuple[list[float], np.ndarray, list[str], list[str]]:
+    widths = [bar.get_width() for bar in ax.patches]
+    ends = np.array([segment[:, 0] for segment in ax.collections[0].get_segments()])
+    colors = [to_hex(bar.get_facecolor()) for bar in ax.patches]
     return widths, ends, colors, [text.get_text() for text in ax.get_yticklabels()]
 
 
 def test_intervals__of_groups_are_sorted_bars() -> None:
     found = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", level=0.9)
     found = found.isel(target=3).compute()
-    widths, ends, colors, names = drawn(td.plots.intervals(found))
+    figure, (first, _) = plt.subplots(1, 2)
+    assert td.plots.intervals(found, ax=first) is figure
+    widths, ends, colors, names = drawn(first)
     found = found.sortby("score", ascending=False)
     np.testing.assert_allclose(widths, found.score, rtol=1e-5)
     np.testing.assert_allclose(ends, np.stack([found.lower, found.upper], 1), rtol=1e-4)
@@ -45,31 +45,22 @@ def test_intervals__of_a_ranking_keep_its_order_and_leave_out_nothing_ranked() -
     found = td.score(FEATURES, TARGETS, "grad_dot", level=0.9)
     top = td.top_k(found, 5, rank_by="lower").isel(target=0).compute()
     top["score"][4] = np.nan
-    widths, _, _, names = drawn(td.plots.intervals(top, "source"))
+    widths, _, _, names = drawn(*td.plots.intervals(top, "source").axes)
     np.testing.assert_allclose(widths, top.score[:4], rtol=1e-5)
     assert names == top.source.values[:4].tolist()
 
 
-def test_intervals__of_several_targets_is_an_error() -> None:
-    found = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", level=0.9)
-    with pytest.raises(ValueError, match=r"'target': 4.*isel\(target=0\)"):
-        td.plots.intervals(found)
-
-
-def test_intervals__of_what_has_none_is_an_error() -> None:
+def test_intervals__refuse_what_is_no_row_of_bars_with_bounds() -> None:
     sums = td.group_score(FEATURES, TARGETS, "grad_dot", by="source").isel(target=0)
     shares = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", share=True)
-    top = td.top_k(td.score(FEATURES, TARGETS, "grad_dot"), 5).isel(target=0)
-    for given, name in ((sums, "'score'"), (shares, "'share'"), (top, "'position'")):
-        with pytest.raises(ValueError, match=rf"got .*{name}.* without; try level=0.9"):
+    many = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", level=0.9)
+    for given, words in (
+        (sums, "'score'.* without; try level=0.9"),
+        (shares, "'share'.* without; try level=0.9"),
+        (many, r"'target': 4.*isel\(target=0\)"),
+    ):
+        with pytest.raises(ValueError, match=words):
             td.plots.intervals(given)
-
-
-def test_intervals__are_drawn_into_axes() -> None:
-    figure, (first, second) = plt.subplots(1, 2)
-    found = td.group_score(FEATURES, TARGETS, "grad_dot", by="source", level=0.9).isel(target=0)
-    assert td.plots.intervals(found, ax=second) is figure
-    assert (len(first.patches), len(second.patches)) == (0, 3)
 
 
 def test_weights__are_the_numbers_of_the_projector() -> None:

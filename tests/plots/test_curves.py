@@ -9,19 +9,15 @@ import xarray as xr
 import trakdask as td
 
 
-def lds_result() -> xr.Dataset:
+@pytest.mark.parametrize("methods", [["worse", "good"], ["good"]])
+def test_lds__draws_every_target_in_order(methods: list[str]) -> None:
     rng = np.random.default_rng(0)
     scores = xr.DataArray(rng.standard_normal((30, 8)), dims=("sample", "target"))
     masks = td.evaluate.subsets(30, 20)
     clean = xr.dot(masks, scores, dim="sample").expand_dims(seed=2)
     noise = rng.standard_normal((2, 20, 8))
     both = {"good": scores, "worse": scores + rng.standard_normal((30, 8))}
-    return td.evaluate.lds(both, masks, clean + noise, resamples=20)
-
-
-@pytest.mark.parametrize("methods", [["worse", "good"], ["good"]])
-def test_lds__draws_every_target_in_order(methods: list[str]) -> None:
-    result = lds_result().compute()
+    result = td.evaluate.lds(both, masks, clean + noise, resamples=20).compute()
     shown = result.sel(estimator=methods if len(methods) > 1 else methods[0])
     (ax,) = td.plots.lds(shown).axes
     for i, name in enumerate(methods):
@@ -31,45 +27,28 @@ def test_lds__draws_every_target_in_order(methods: list[str]) -> None:
         assert ax.lines[3 * i + 2].get_ydata()[0] == float(one.lds_mean)
         assert f"{float(one.lds_mean):.2f}" in ax.get_xticklabels()[i].get_text()
     assert len(ax.get_legend().get_texts()) == 3
-
-
-def test_lds__names_no_ceiling_that_is_not_drawn() -> None:
-    result = lds_result().compute()
-    (ax,) = td.plots.lds(result.assign(ceiling=result.ceiling * np.nan)).axes
+    (ax,) = td.plots.lds(shown.assign(ceiling=shown.ceiling * np.nan)).axes
     assert [text.get_text() for text in ax.get_legend().get_texts()] == ["LDS", "mean"]
 
 
-def chosen(curve: np.ndarray, relative: float, grade: np.ndarray | None = None) -> xr.Dataset:
-    values = {"relative": relative, "peak": curve.max(), "threshold": curve.max() - 0.02}
-    return xr.Dataset(
-        {
-            **{name: ((), value) for name, value in values.items()},
-            "curve": ("relative_damping", curve),
-            "grade": ("relative_damping", np.full(17, np.nan) if grade is None else grade),
-            "rule": ((), "completeness, targets"),
-        },
-        coords={"relative_damping": 10.0 ** np.linspace(-2, 2, 17)},
-    ).chunk()
-
-
-def test_damping__curve_and_choice() -> None:
-    curve = 0.9 - (np.arange(17) - 8.0) ** 2 / 200
-    (ax,) = td.plots.damping(chosen(curve, 10.0**0.5)).axes
-    line, at_choice, point = ax.lines
+def test_damping__curves_and_choice() -> None:
+    curve, grade = 0.9 - (np.arange(17) - 8.0) ** 2 / 200, np.linspace(0.5, 0.1, 17)
+    numbers = {"relative": 10.0**0.5, "peak": curve.max(), "threshold": curve.max() - 0.02}
+    chosen = xr.Dataset(
+        {"curve": ("rho", curve), "grade": ("rho", grade), "rule": "completeness, targets"},
+        {"relative_damping": ("rho", 10.0 ** np.linspace(-2, 2, 17))},
+    )
+    chosen = chosen.assign(numbers).swap_dims(rho="relative_damping").chunk()
+    (ax,) = td.plots.damping(chosen).axes
+    line, graded, *_ = ax.lines
     np.testing.assert_array_equal(line.get_ydata(), curve)
-    np.testing.assert_allclose(at_choice.get_xdata(), 10**0.5)
-    np.testing.assert_allclose(point.get_ydata(), curve[10])
+    np.testing.assert_array_equal(graded.get_ydata(), grade)
     assert ax.get_xscale() == "log"
     assert "3.16 tr(K)/n by completeness, targets" in ax.get_title()
-
-
-def test_damping__grades_of_left_out_checkpoints_are_beside_the_curve() -> None:
-    curve, grade = np.linspace(0.2, 0.8, 17), np.linspace(0.5, 0.1, 17)
-    (ax,) = td.plots.damping(chosen(curve, 1.0, grade)).axes
-    np.testing.assert_array_equal(ax.lines[1].get_ydata(), grade)
-    names = [text.get_text().replace("\n", " ") for text in ax.get_legend().get_texts()]
-    curves = ["outputs of training rows, by totals of scores", "outputs of left-out checkpoints"]
-    assert names == [*curves, "not clearly below the peak", "chosen λ"]
+    (ax,) = td.plots.damping(chosen.assign(grade=chosen.grade * np.nan)).axes
+    _, at_choice, point = ax.lines
+    np.testing.assert_allclose(at_choice.get_xdata(), 10**0.5)
+    np.testing.assert_allclose(point.get_ydata(), curve[10])
 
 
 N = 40
@@ -91,17 +70,6 @@ def test_mislabelled_curve__of_one_and_of_several_methods(methods: list[str] | N
     assert [label.split(",")[0] for label in labels[:-2]] == (methods or ["ranked"])
     assert labels[-2:] == ["random order", "best"]
     assert ax.lines[-1].get_ydata()[1] == pytest.approx(float(curve.best.sel(fraction=0.25)))
-
-
-def test_mislabelled_curve__ends_where_the_best_has_found_nearly_all() -> None:
-    wrong = np.arange(N) < 4
-    values = {"good": xr.DataArray(-np.arange(N), dims="sample")}
-    values["bad"] = -values["good"]
-    curve = td.evaluate.mislabelled_curve(values, wrong, [0.05, 0.1, 0.2, 0.5])
-    (ax,) = td.plots.mislabelled_curve(curve).axes
-    assert ax.get_xlim() == (0, pytest.approx(0.2))
-    (ax,) = td.plots.mislabelled_curve(curve.sel(estimator="bad")).axes
-    assert ax.get_xlim() == (0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +94,7 @@ def test_grades_and_differences_are_those_of_the_result(graded) -> None:
     assert first == f"cosines\n{float(graded.lds_mean[0]):.2f}"
     grade, difference = float(graded.lds_mean[1]), float(graded.difference[1])
     assert second.startswith(f"products\n{grade:.2f} ({difference:+.3f} ± ")
-
-
-def test_one_kind_of_scores_has_no_difference(graded) -> None:
     one = graded.isel(estimator=0, drop=True).drop_vars(["difference", "difference_error"])
     (ax,) = td.plots.cross_validation(one).axes
-    assert [label.get_text() for label in ax.get_yticklabels()] == [
-        f"scores\n{float(one.lds_mean):.2f}"
-    ]
+    (label,) = ax.get_yticklabels()
+    assert label.get_text() == f"scores\n{float(one.lds_mean):.2f}"

@@ -55,6 +55,10 @@ def test_text__html_has_every_token_and_nothing_that_runs(row: str, prefix: str)
     assert len(found.spans) == VALUES.size
     for word in ("<script>", "alert(1)", "&amp;", "日本", "return", "a<b", "↵"):
         assert word in found.text
+    of_sample = scores(row, prefix)
+    if row == "target":  # a prompt, for a sample that has a text
+        of_sample = of_sample.assign_coords(text="the selected sample")
+    assert parsed(of_sample).spans == parsed(scores()).spans
     mask = np.arange(10) < np.array([[8], [3]])
     padded = scores(row, prefix).assign_coords({f"{prefix}attention_mask": ((row, "token"), mask)})
     assert len(parsed(padded).spans) == 11
@@ -80,22 +84,6 @@ def test_text__figure_draws_every_character_once(tmp_path: Path) -> None:
     ends = [patch.get_x() + patch.get_width() for patch in figure.axes[0].patches]
     assert max(ends) <= 92
     assert figure.get_size_inches()[0] == pytest.approx(6.45, abs=0.1)
-
-
-def test_text__printed() -> None:
-    texts, dims = [["the ", "cat ", "sat ", "down"]], ("sample", "token")
-    words = xr.DataArray([[0.5, -2.0, 0.1, 0.2]], {"text": (dims, texts)}, dims)
-    words = words.assign_coords(source=("sample", ["web"]))
-    printed = repr(td.plots.text(words, label="source")).split("\n")
-    assert printed[0].split() == ["web", "-1.20"]
-    assert repr(td.plots.text(words / 100, label="source")).split("\n")[0] == "web   -0.0120"
-    assert printed[1] == "the cat sat down"
-    assert printed[2].endswith("'cat' -2.00, 'the' +0.50, 'down' +0.20")
-
-
-def test_text__of_a_prompt_for_a_sample_that_has_a_text() -> None:
-    of_sample = scores("target", "target_").assign_coords(text="the selected sample")
-    assert parsed(of_sample).spans == parsed(scores("target", "target_")).spans
 
 
 def test_text__colours_are_relative_to_the_words_that_are_shown() -> None:

@@ -53,13 +53,6 @@ def fill(store: Path) -> None:
     assert td.verify(store, checksums=True).empty
 
 
-def test_drop__again_and_nothing(store: Path) -> None:
-    left = [n for n in LEFT if n not in (7, 30)]
-    opened = td.drop(store, where=lambda ds: ds.number.isin([7, 30]))
-    assert_rows(opened, left, 2)
-    assert_rows(td.drop(store, where=xr.zeros_like(opened.number, bool)), left, 2)
-
-
 def test_drop__by_a_condition(store: Path) -> None:
     assert_rows(td.drop(store, where="number == 7 or number > 35"), [5, 6, *range(8, 36)], 2)
     assert_rows(td.drop(store, where="sample < 2"), range(8, 36), 2)  # positions of what is left
@@ -71,18 +64,6 @@ def test_drop__rows_that_are_not_finite(tmp_path: Path) -> None:
     assert not np.isfinite(save(bad, tmp_path / "f.zarr").gram).any()
     left = [n for n in range(40) if n != 7]
     assert_rows(td.drop(tmp_path / "f.zarr", where=lambda ds: ds.number == 7), left)
-
-
-def test_drop__then_append_samples(store: Path) -> None:
-    opened = save(features(B, NAMES[:2]), store, append_dim="sample")
-    assert_rows(opened, range(5, 60), 2)
-    opened = td.drop(store, where=lambda ds: ds.number.isin([39, 41]))
-    assert_rows(opened, [n for n in range(5, 60) if n not in (39, 41)], 2)
-    assert td.verify(store, checksums=True).empty
-
-
-def test_drop__then_append_a_checkpoint(store: Path) -> None:
-    assert_rows(save(features(A, NAMES[2:]), store, append_dim="checkpoint"), LEFT)
 
 
 def test_drop__without_a_gram(tmp_path: Path) -> None:

@@ -115,19 +115,6 @@ def require_same_without_consolidated_metadata(path: Path) -> None:
     (path / "zarr.json").write_text(kept)
 
 
-def test_save__format(tmp_path: Path) -> None:
-    save(features(A, (0,)), tmp_path / "f.zarr")
-    group = zarr.open_group(tmp_path / "f.zarr", mode="r")
-    array = group["feature"]
-    assert array.metadata.zarr_format == 3
-    assert array.chunks == (BLOCK, VALUES.shape[1], 1)
-    assert [codec.to_dict()["name"] for codec in array.compressors] == ["crc32c"]
-    assert np.isnan(array.fill_value)
-    assert group.attrs["n_samples"] == 50
-    assert group.attrs["sources"] == [["0:50", 50]]
-    assert not (tmp_path / "f.zarr/lock").exists()
-
-
 def test_many_coords__none_is_looked_at_for_each_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,12 +160,7 @@ def test_save__float16(tmp_path: Path) -> None:
     opened = save(FEATURES, tmp_path / "f.zarr", dtype="float16")
     assert zarr.open_group(tmp_path / "f.zarr", mode="r")["feature"].dtype == np.float16
     assert opened.feature.dtype == np.float32
-    exact = FEATURES.feature.values
-    largest = np.abs(exact).max(axis=1, keepdims=True)
-    assert (np.abs(opened.feature.values - exact) <= 2**-11 * largest).all()
-    np.testing.assert_array_equal(opened.output, FEATURES.output)
     np.testing.assert_allclose(opened.gram, td.gram(opened), rtol=1e-12)
-    assert td.verify(tmp_path / "f.zarr", checksums=True).empty
     with pytest.raises(
         td.errors.StoreMismatchError, match=r"stored_dtype: expected .float16., got .float32"
     ):
@@ -193,15 +188,6 @@ def test_query__reads_only_the_blocks_it_needs(
     for name, n_blocks in (("train", 2), ("targets", 1)):
         n_checkpoints = 2
         assert sum(f"{name}.zarr/feature/c." in path for path in read) == n_blocks * n_checkpoints
-
-
-@pytest.mark.parametrize("url", ["file://{}/f.zarr", "memory://{}/f.zarr"])
-def test_save__urls(tmp_path: Path, url: str) -> None:
-    opened = save(FEATURES, url.format(tmp_path))
-    np.testing.assert_array_equal(opened.feature, FEATURES.feature)
-    whole, calls = counted(FEATURES)
-    save(whole, url.format(tmp_path))
-    assert calls == [1]  # to compare
 
 
 def test_save__store_that_a_worker_does_not_see(tmp_path: Path) -> None:
@@ -236,16 +222,6 @@ def test_save__names_rows_with_features_that_are_far_longer(tmp_path: Path) -> N
     assert left.sizes["sample"] == 38
     np.testing.assert_allclose(left.damping, others.damping)
     assert damping[1] > 10 * others.damping[1]
-
-
-def test_save__refuses_gram_matrices_that_no_worker_can_hold(tmp_path: Path) -> None:
-    dims = ("sample", "proj_dim", "checkpoint")
-    wide = td.testing.simulate_features(n_samples=10, proj_dim=2, n_checkpoints=1, chunks=5)
-    zeros = da.zeros((10, 2_000_000, 1), chunks=(5, -1, 1), dtype="f4")
-    wide = wide[["out_to_loss"]].assign(feature=(dims, zeros))
-    with pytest.raises(MemoryError, match="for a task of the gram matrices of 2000000 columns"):
-        td.save(wide, tmp_path / "f.zarr", estimator="trak", progress=False)
-    assert not any(tmp_path.iterdir())
 
 
 @dataclass(frozen=True, eq=False, repr=False)

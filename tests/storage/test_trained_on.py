@@ -55,12 +55,6 @@ def is_stored(store: Path, masks: xr.DataArray) -> bool:
     return all((each.values == expected).all() for each in there)
 
 
-def test_features_have_what_the_samples_say(features, masks) -> None:
-    assert features.trained_on.dtype == bool
-    assert features.trained_on.chunks == features.output.chunks
-    np.testing.assert_array_equal(features.trained_on.values, masks.T.values)
-
-
 def test_masks_are_matched_by_the_names_of_checkpoints(features, masks, model) -> None:
     named = masks.assign_coords(checkpoint=[f"c{i}" for i in range(C)])[::-1]
     samples = td.from_arrays({"image": np.zeros((N, 4), "f4")}, coords={"label": [0] * N})

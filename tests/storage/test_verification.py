@@ -18,7 +18,10 @@ from trakdask.variables import DERIVED
 
 DAYS = pd.date_range("2026-01-01", periods=40).values
 FEATURES = simulate_features(n_samples=40, proj_dim=8, chunks=16).assign_coords(
-    animal=("sample", ["cat", "dog"] * 20), day=("sample", DAYS), zero=("sample", np.zeros(40))
+    animal=("sample", ["cat", "dog"] * 20),
+    day=("sample", DAYS),
+    zero=("sample", np.zeros(40)),
+    of_all=0,
 )
 
 
@@ -137,10 +140,3 @@ def test_open__names_follow_the_content(store: Path) -> None:
     shutil.rmtree(store)
     td.save(FEATURES, store, progress=False)
     assert td.open(store).feature.data.name != name
-
-
-def test_open__coord_that_is_zero_everywhere(tmp_path: Path) -> None:
-    zero = FEATURES.assign_coords(label=FEATURES.label * 0, of_all=0)
-    opened = td.save(zero, tmp_path / "f.zarr", progress=False)
-    np.testing.assert_array_equal(opened.label, 0)
-    xr.testing.assert_equal(opened.of_all, zero.of_all)
