@@ -19,7 +19,6 @@ from trakdask.models import rules
 from trakdask.models.gradients import engine_of
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
-from trakdask.models.plans import has_pooled_layers
 from trakdask.models.products import PRODUCTS, Products
 from trakdask.models.tasks import Batch
 
@@ -116,23 +115,6 @@ def test_tokens__layer_without_tokens_has_gradients_of_samples() -> None:
     assert not found["head.weight"][:, 1:].any()
 
 
-class ReadsValues(Pooled):
-    """A model that does not run on tensors without values."""
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        return super().forward(input_ids) * int(input_ids.max() >= 0)
-
-
-@pytest.mark.parametrize(
-    ("build", "expected"), [(Gpt, False), (Pooled, True), (ReadsValues, False)]
-)
-def test_has_pooled_layers(build: type[nn.Module], expected: bool) -> None:
-    model = Model(made(build), task=TASK)
-    one = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.long)}
-    found = has_pooled_layers(model.meta_module(), TASK, one, tuple(model.shapes))
-    assert found == expected
-
-
 def test_products__layer_without_tokens_that_was_not_foreseen_is_named() -> None:
     module, batch = made(Pooled), drawn(2)
     vectors = {name: tensor[None] for name, tensor in module.named_parameters()}
@@ -190,21 +172,3 @@ def test_products__padding_of_an_embedding_has_none() -> None:
     torch.testing.assert_close(products, gradient @ vectors.flatten(1).T)
     assert not products[1].any()
     assert products[[0, 2]].all()
-
-
-def test_products__by_groups_of_parameters_and_in_slices() -> None:
-    module, batch = made(), drawn(2)
-    model, vectors = Model(module, task=TASK), {}
-    for name, shape in model.shapes.items():
-        vectors[name] = torch.randn(3, *shape, dtype=torch.float64)
-    groups = {name: number % 2 for number, name in enumerate(model.shapes)}
-    gradients, *_ = run(model, batch, "vmap")
-    sink = Products(vectors, 2, groups, 2)
-    for name, gradient in gradients.items():
-        sink(name, gradient[:, :5], 0)
-        sink(name, gradient[:, 5:], 5)
-    for group in range(2):
-        oracle = sum(
-            gradients[name] @ vectors[name].flatten(1).T for name in groups if groups[name] == group
-        )
-        torch.testing.assert_close(sink.result()[:, group].double(), oracle, rtol=1e-5, atol=1e-5)
