@@ -139,6 +139,33 @@ def test_hooks__leave_nothing_behind() -> None:
             handle.remove()
 
 
+class SortsIfPositive(nn.Module):
+    """Branches on values, and then lets its layer see the samples in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        if x.max() < 0:
+            return self.head(x)
+        order = torch.argsort(x[:, 0], descending=True)
+        return self.head(x[order])[torch.argsort(order)]
+
+
+def test_hooks__rows_of_a_model_that_decides_on_values_are_compared() -> None:
+    """f and Q of each sample are right, and so is the number of rows: only their order is not."""
+    data = batch(dtype=torch.float32)
+    data["image"][:, 0, 0, 0] = torch.arange(5)
+    with pytest.raises(ValueError, match=r"same rows.*'loop'"):
+        run(Model(SortsIfPositive()), data)
+    data["image"][:, 0, 0, 0] = -torch.arange(5)
+    model = Model(SortsIfPositive())
+    expected = run(model, data, "loop")[0]
+    torch.testing.assert_close(run(model, data)[0], expected)
+
+
 def test_choose_engine() -> None:
     module, task = net(), ImageClassification()
     names = [name for name, _ in module.named_parameters()]
