@@ -19,6 +19,7 @@ from trakdask.models import rules
 from trakdask.models.gradients import engine_of
 from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
+from trakdask.models.plans import has_pooled_layers
 from trakdask.models.products import PRODUCTS, Products
 from trakdask.models.tasks import Batch
 
@@ -113,6 +114,19 @@ def test_tokens__layer_without_tokens_has_gradients_of_samples() -> None:
         torch.testing.assert_close(gradient.sum(1), whole[name])
     assert found["wte.weight"].any(2).all()
     assert not found["head.weight"][:, 1:].any()
+
+
+class ReadsValues(Pooled):
+    """A model that does not run on tensors without values."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids) * int(input_ids.max() >= 0)
+
+
+def test_has_pooled_layers__of_a_model_that_reads_values_is_not_known() -> None:
+    model = Model(made(ReadsValues), task=TASK)
+    one = {"input_ids": torch.zeros(1, LENGTH, dtype=torch.long)}
+    assert not has_pooled_layers(model.meta_module(), TASK, one, tuple(model.shapes))
 
 
 def test_products__layer_without_tokens_that_was_not_foreseen_is_named() -> None:
