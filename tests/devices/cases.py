@@ -10,7 +10,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 import trakdask as td
-from tests.models.language_models import adapted, gpt2, llama
+from tests.models.language_models import gpt2, llama
 from tests.models.language_models import transformers as hf
 
 N, LENGTH, CLASSES, WORDS = 6, 7, 3, 40
@@ -25,18 +25,12 @@ def images(n: int = N, seed: int = 0) -> xr.Dataset:
     ).chunk(sample=n // 2)
 
 
-def numbers(n: int = N, kind: str = "classes", seed: int = 0) -> xr.Dataset:
-    """Return rows of a table with a truth of some kind, in two chunks."""
+def numbers(n: int = N, seed: int = 0) -> xr.Dataset:
+    """Return rows of a table as inputs, images and texts, and classes, in two chunks."""
     rng = np.random.default_rng(seed)
-    truth = {
-        "classes": {"label": np.arange(n) % CLASSES},
-        "regression": {"y": rng.standard_normal(n).astype("f4")},
-        "multi_label": {"label": rng.integers(0, 2, (n, CLASSES))},
-        "clip": {"text": rng.standard_normal((n, 5)).astype("f4")},
-    }
-    x = rng.standard_normal((n, 5)).astype("f4")
-    name = "image" if kind == "clip" else "x"
-    return td.from_arrays({name: x, **truth[kind]}).chunk(sample=n // 2)
+    x, text = rng.standard_normal((2, n, 5)).astype("f4")
+    arrays = {"x": x, "image": x, "text": text, "label": np.arange(n) % CLASSES}
+    return td.from_arrays(arrays).chunk(sample=n // 2)
 
 
 def tokens(n: int = N, seed: int = 0) -> xr.Dataset:
@@ -113,16 +107,12 @@ def language_model() -> nn.Module:
     return gpt2(attn_implementation="eager")
 
 
-def low_rank() -> nn.Module:
-    return adapted(language_model(), ["c_attn"], fan_in_fan_out=True)
-
-
-def perceptron(outputs: int = CLASSES) -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, outputs))
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, CLASSES))
 
 
 def clip_task() -> td.tasks.Clip:
-    others = numbers(8, "clip", seed=1)
+    others = numbers(8, seed=1)
     torch.manual_seed(1)
     return td.tasks.Clip(td.tasks.Clip.negatives_of(td.Model(Towers(), task="clip"), others))
 
@@ -130,9 +120,7 @@ def clip_task() -> td.tasks.Clip:
 TEXT = "text_classification"
 CASES: dict[str, tuple[xr.Dataset, Callable[[], nn.Module], object]] = {
     "perceptron": (numbers(), perceptron, "classification"),
-    "regression": (numbers(kind="regression"), lambda: perceptron(1), "regression"),
-    "multi-label": (numbers(kind="multi_label"), perceptron, "multi_label"),
-    "CLIP": (numbers(kind="clip"), Towers, None),
+    "CLIP": (numbers(), Towers, None),
     "convolutions": (images(), Convolutions, "image_classification"),
     "LSTM": (tokens(), lambda: Recurrent(nn.LSTM), TEXT),
     "GRU": (tokens(), lambda: Recurrent(nn.GRU), TEXT),
@@ -140,7 +128,6 @@ CASES: dict[str, tuple[xr.Dataset, Callable[[], nn.Module], object]] = {
     "DistilBERT": (tokens(), distilbert, TEXT),
     "GPT-2": (tokens(), language_model, "causal_lm"),
     "Llama": (tokens(), lambda: llama(attn_implementation="eager"), "causal_lm"),
-    "LoRA": (tokens(), low_rank, "causal_lm"),
 }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -18,11 +16,7 @@ ON = "fakegpu:0"
     "mix",
     [
         lambda here, there: here + there,
-        lambda here, there: here @ there,
         lambda here, there: torch.cat([here, there]),
-        lambda here, there: nn.functional.linear(here, there),
-        lambda here, there: here.gather(0, there.long()),
-        lambda here, there: here.index_select(0, there[0].long()),
         lambda here, there: here.index_add_(0, there[0].long(), here),
         lambda here, there: nn.functional.conv1d(here[None], there[None]),
     ],
@@ -34,14 +28,6 @@ def test_operators__refuse_tensors_of_two_devices(mix, other: str, fake_gpu: Non
         mix(here, there)
 
 
-def test_operators__take_numbers_and_indices_of_the_cpu(fake_gpu: None) -> None:
-    here = torch.arange(3.0, device=ON)
-    assert (here * torch.tensor(2.0)).tolist() == [0, 2, 4]
-    assert here[torch.tensor([2, 1])].tolist() == [2, 1]
-    with pytest.raises(RuntimeError, match="same device"):
-        torch.dot(here, torch.tensor(2.0))
-
-
 def test_memory__cannot_be_seen_by_numpy(fake_gpu: None) -> None:
     here = torch.ones(2, device=ON)
     for read in (here.numpy, lambda: np.asarray(here)):
@@ -50,16 +36,8 @@ def test_memory__cannot_be_seen_by_numpy(fake_gpu: None) -> None:
     assert here.numpy(force=True).tolist() == [1, 1]
 
 
-def test_generators__are_of_the_device(fake_gpu: None) -> None:
-    with pytest.raises(RuntimeError, match="generator"):
-        torch.rand(2, device=ON, generator=torch.Generator())
-    drawn = [torch.rand(2, device=ON, generator=torch.Generator(ON).manual_seed(1)) for _ in "ab"]
-    assert torch.equal(*drawn)
-
-
-@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers__have_gradients_in_training_mode_only(cell, fake_gpu: None) -> None:
-    layer, x = cell(3, 4, bidirectional=True), torch.ones(2, 5, 3)
+def test_recurrent_layers__have_gradients_in_training_mode_only(fake_gpu: None) -> None:
+    layer, x = nn.LSTM(3, 4, bidirectional=True), torch.ones(2, 5, 3)
     expected = layer(x)[0]
     found = layer.to(ON)(x.to(ON))[0]
     torch.testing.assert_close(found.cpu(), expected)
@@ -68,14 +46,6 @@ def test_recurrent_layers__have_gradients_in_training_mode_only(cell, fake_gpu: 
         layer.eval()(x.to(ON))[0].sum().backward()
     with torch.no_grad():
         layer(x.to(ON))
-
-
-def test_backward__runs_in_a_thread_of_the_device(fake_gpu: None) -> None:
-    x, threads = torch.ones(2, device=ON, requires_grad=True), []
-    y = x * 2
-    y.register_hook(lambda _: threads.append(threading.get_ident()))
-    y.sum().backward()
-    assert threads != [threading.get_ident()]
 
 
 @pytest.mark.parametrize(
@@ -94,17 +64,3 @@ def test_float64__can_be_forbidden(make, fake_gpu: None) -> None:
     with pytest.raises(TypeError, match="float64"):
         make(x)
     assert (x * 0.5).dtype == torch.float32
-
-
-def test_calls__are_counted(fake_gpu: None) -> None:
-    x = torch.ones(3).to(ON)
-    assert fakegpu.counts()["bytes to device"] == 12
-    x.exp_()
-    x.exp_()
-    assert fakegpu.calls() == {"aten::exp.out": 2}
-    assert x.sum() > 2
-    x.cpu()
-    found = fakegpu.counts()
-    assert (found["reads"], found["copies to host"], found["copies to device"]) == (1, 1, 0)
-    assert found["operators"] > 3
-    assert not fakegpu.counts()

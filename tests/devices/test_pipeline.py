@@ -90,15 +90,6 @@ def test_score_parts__takes_the_device_of_the_features(
     np.testing.assert_allclose(*found, rtol=1e-3, atol=1e-4 * abs(found[1]).max().item())
 
 
-def test_featurize__like_features_of_a_device(was_used: Callable[[], bool]) -> None:
-    samples, model = case("convolutions", 2)
-    for device in ("fakegpu", "cpu"):
-        features = td.featurize(samples, model, td.SJLT(64), device=device).compute()
-        was_used()
-        td.featurize(images(2, seed=1), model, like=features).compute()
-        assert was_used() == (device == "fakegpu")
-
-
 def test_explorer__takes_the_device_of_the_features(was_used: Callable[[], bool]) -> None:
     samples, model = case("transformer")
     features = td.featurize(samples, model, td.SJLT(64), device="fakegpu").compute()

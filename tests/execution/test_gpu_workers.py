@@ -82,11 +82,6 @@ def save(work: Work) -> None:
     td.save(features, work.store, progress=False)  # computes a block again
 
 
-def attribute(work: Work) -> None:
-    options = {"curvature": True, "sketch": td.SJLT(24), "progress": False}
-    td.attribute(work.samples, work.samples, work.model, work.store, proj_dim=6, **options)
-
-
 def compute(work: Work) -> None:
     """As a user does, who computes what was returned."""
     features = td.featurize(work.samples, work.model, td.SJLT(8))
@@ -117,7 +112,7 @@ def plan(work: Work) -> None:
     assert found.pilot.n_slots == (n_gpus or 2)
 
 
-CALLS = [fit, save, attribute, compute, divide, explore, plan]
+CALLS = [fit, save, compute, divide, explore, plan]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)

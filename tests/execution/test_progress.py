@@ -18,27 +18,15 @@ from tests.waiting import wait_until
 from trakdask import bars
 
 
-@pytest.mark.parametrize("scheduler", ["threads", "cluster"])
-def test_save__the_same_bar_with_and_without_a_client(
-    scheduler: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    request: pytest.FixtureRequest,
+@pytest.mark.usefixtures("client")
+def test_save__bar_of_a_run_and_of_one_that_finds_all_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if scheduler == "cluster":
-        request.getfixturevalue("client")
     features = td.testing.simulate_features(40, 8, chunks=16)
     for _ in range(2):  # and again where all is there
         td.save(features, tmp_path / "f.zarr")
         assert "save f.zarr" in (shown := capsys.readouterr().out)
         assert "6/6" in shown
-
-
-def test_polled_bar__says_what_is_resumed(capsys: pytest.CaptureFixture[str]) -> None:
-    for done in (0, 3, 5):
-        with bars.polled_bar("title", 5, lambda: done):  # noqa: B023
-            pass
-        assert (f"{done} of 5 were stored before" in capsys.readouterr().out) == (done > 0)
 
 
 class Thirteen(td.tasks.ImageClassification):

@@ -1,7 +1,4 @@
-"""Where tasks run. No GPU is needed: what one would do is done by emulated kernels, or on ``meta``.
-
-The device ``meta`` refuses to meet tensors of the CPU, as a GPU does.
-"""
+"""Where tasks run. No GPU is needed; what one computes: ``tests/devices``."""
 
 from __future__ import annotations
 
@@ -19,12 +16,10 @@ from torch import Tensor, nn
 import trakdask as td
 from trakdask.errors import KernelError
 from trakdask.featurization import devices
-from trakdask.featurization.devices import device_of_task, on_device
-from trakdask.models import gradients
-from trakdask.models.tasks import Batch, Forward, supervised
+from trakdask.featurization.devices import device_of_task
+from trakdask.models.tasks import Forward
 from trakdask.projection import stream
 
-META = torch.device("meta")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 
 
@@ -70,25 +65,6 @@ def test_device_of_task__automatic_is_an_accelerator_and_says_so(
     assert ("faster" in record.getMessage()) == (why is not None)
 
 
-@NO_GPU
-def test_device_of_task__automatic_is_the_cpu_without_a_word(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert device_of_task("auto") == torch.device("cpu")
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("device", ["cuda:1", "xpu", "mps"])
-def test_featurize__any_device_of_torch(device: str) -> None:
-    assert td.featurize(samples(), model(), device=device).attrs["device"] == device
-
-
-@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:x", 0, None])
-def test_featurize__no_device_that_computes(device: Any) -> None:
-    with pytest.raises(ValueError, match=r"'cuda', 'xpu', 'mps'.*try device='auto'"):
-        td.featurize(samples(), model(), device=device)
-
-
 def test_featurize__like_others_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for here, kind in [("xpu", "xpu:1"), ("cuda", "auto")]:  # this process has none of the first
         monkeypatch.setattr(devices, "_number_of", lambda asked, here=here: 2 * (asked == here))
@@ -112,18 +88,6 @@ def test_free_bytes__of_a_device_that_tells_and_of_one_that_does_not(
 
     xpu.memory_reserved = keeps_no_books  # as where torch takes its memory from RMM
     assert devices.free_bytes(torch.device("xpu")) == 7
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("MPS backend out of memory (MPS allocated: 1 GB)", True),
-        ("std::bad_alloc: out_of_memory: RMM failure: Maximum pool size exceeded", True),
-        ("no memory", False),
-    ],
-)
-def test_is_out_of_memory__also_without_a_class_of_errors(text: str, expected: bool) -> None:
-    assert devices.is_out_of_memory(RuntimeError(text)) == expected
 
 
 def test_applied__counts_who_needs_a_setting() -> None:
@@ -168,35 +132,6 @@ def test_featurize__gpu_asked_for_and_not_there() -> None:
         features.compute(scheduler="sync")
 
 
-def test_on_device__takes_all_tensors_along() -> None:
-    here = model()
-    forward = here.forward(here.checkpoints[0])
-    assert on_device(forward, torch.device("cpu")) is forward
-    there = on_device(forward, META)
-    tensors = {**there.parameters, **there.buffers}
-    assert set(tensors) == {*forward.parameters, "scale"}
-    assert {tensor.device for tensor in tensors.values()} == {META}
-    assert there(torch.zeros(2, 1, 6, 6, device=META)).shape == (2, 3)
-
-
-@pytest.mark.parametrize("engine", ["vmap", "hooks"])
-def test_engines__stay_on_the_device(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "reads_values", lambda *_: False)  # there are none on meta
-    monkeypatch.setattr(supervised, "reject_samples", lambda *_: None)  # nor labels
-    here, found = model(), {}
-    forward = on_device(here.forward(here.checkpoints[0]), META)
-    label = torch.zeros(4, dtype=torch.long, device=META)
-    batch = Batch(image=torch.zeros(4, 1, 6, 6, device=META), label=label)
-
-    def sink(name: str, gradient: Tensor, first: int | None = None) -> None:
-        found[name] = gradient.device
-
-    run = gradients.ENGINES[engine]
-    output, out_to_loss = run(forward, here.task, batch, list(here.shapes), sink)
-    assert {*found.values(), output.device, out_to_loss.device} == {META}
-    assert set(found) == set(here.shapes)
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -221,8 +156,14 @@ def test_featurize__no_sample_is_blamed_for_its_device(
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        *map(
+            RuntimeError,
+            [
+                "CUBLAS_STATUS_ALLOC_FAILED",
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory",
+                "std::bad_alloc: out_of_memory: RMM failure: Maximum pool size exceeded",
+            ],
+        ),
     ],
 )
 def test_featurize__micro_batch_is_halved_where_memory_runs_out(

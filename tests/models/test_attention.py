@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,8 +15,8 @@ import trakdask as td
 from tests.models.engines import equal, run
 from tests.models.test_hooks import Net, Total, made, normal, oracle
 from tests.models.token_oracle import contributions
-from trakdask.models.attention import projections, visible
-from trakdask.models.layers import hookable_layers, require_layers_of_tokens
+from trakdask.models.attention import projections
+from trakdask.models.layers import require_layers_of_tokens
 from trakdask.models.model import Model
 from trakdask.models.tasks import Batch
 
@@ -107,35 +107,6 @@ def test_attention__equals_backward(options: Options) -> None:
     expected = oracle(made(build), x)
     assert any(gradient.any() for gradient in expected.values())
     equal(gradients(build, x), expected)
-
-
-@given(options(), st.booleans())
-def test_attention__returns_what_torch_returns(options: Options, batched: bool) -> None:
-    options = options if batched else replace(options, pads=False, mask=None)
-    module = made(lambda: Attending(options)).attention
-    x = normal(N, LENGTH, WIDTH) if batched else normal(LENGTH, WIDTH)
-    sizes = (module.embed_dim, module.kdim, module.vdim)
-    inputs = [x] * 3 if len(set(sizes)) == 1 else [x[..., :size] for size in sizes]
-    expected = module(*inputs)
-    with visible(module, {}):
-        found = module(*inputs)
-    for left, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(left, right)
-    assert "forward" not in vars(module)
-
-
-def layers(build: Callable[[], nn.Module]) -> list[str]:
-    module = build()
-    return [layer.path for layer in hookable_layers(module, list(module.state_dict()))[0]]
-
-
-def test_hookable_layers__projections_of_attention() -> None:
-    assert layers(lambda: Attending(Options())) == ["attention.in_proj", "attention.out_proj"]
-    separate = layers(lambda: Attending(Options("three", (6, 4), bias_kv=True)))
-    assert separate == [
-        f"attention.{name}"
-        for name in ("in_proj", "q_proj", "k_proj", "v_proj", "bias_k", "bias_v", "out_proj")
-    ]
 
 
 class Own(nn.MultiheadAttention):

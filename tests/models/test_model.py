@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import cloudpickle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,17 +35,6 @@ def test_forward__threads_do_not_share_a_module() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(is_right, range(400)))
-
-
-def test_model__weights_of_a_module_are_pickled_once_and_apart() -> None:
-    big = nn.Linear(1000, 1000)
-    model = Model(big)
-    assert len(cloudpickle.dumps(model.at_checkpoints(()))) < 10_000
-    pickled = cloudpickle.dumps(model)
-    assert len(pickled) < 1.01 * 4_004_000
-    again = cloudpickle.loads(pickled)
-    x = torch.randn(2, 1000)
-    torch.testing.assert_close(again.forward(again.checkpoints[0])(x), big(x))
 
 
 def test_model__is_the_module_inside_one_that_divides_batches() -> None:

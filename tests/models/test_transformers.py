@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import trakdask as td
 from tests.models import engines
-from tests.models.language_models import VOCABULARY, adapted, bert, causal_lm, gpt2, llama, made
-from trakdask.models.tasks import Batch, CausalLM
+from tests.models.language_models import VOCABULARY, adapted, causal_lm, gpt2, llama, made
+from trakdask.models.tasks import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 
@@ -47,26 +47,20 @@ def samples(n: int = 5) -> xr.Dataset:
     """Sequences of different lengths, padded on the right."""
     ids = np.random.default_rng(0).integers(3, VOCABULARY, (n, LENGTH))
     mask = (np.arange(LENGTH) < LENGTH - np.arange(n)[:, None]).astype(np.int64)
-    arrays = {"input_ids": ids * mask, "attention_mask": mask, "label": np.arange(n) % 3}
-    return td.from_arrays(arrays, chunks=3)
+    return td.from_arrays({"input_ids": ids * mask, "attention_mask": mask}, chunks=3)
 
 
-def token_margins(logits: Tensor, ids: Tensor, label: int) -> Tensor:
+def token_margins(logits: Tensor, ids: Tensor) -> Tensor:
     log_p = logits[:-1].log_softmax(1).gather(1, ids[1:, None])
     return (log_p - (-log_p.exp()).log1p()).sum()
 
 
-def class_margin(logits: Tensor, ids: Tensor, label: int) -> Tensor:
-    log_p = logits.log_softmax(0)[label]
-    return log_p - (-log_p.exp()).log1p()
-
-
-def backward(module: nn.Module, names: list[str], margin: Callable = token_margins) -> np.ndarray:
+def backward(module: nn.Module, names: list[str]) -> np.ndarray:
     """Gradients of the margins, one unpadded sequence and one ``backward()`` at a time."""
 
     def output(module: nn.Module, one: Batch) -> Tensor:
         alone = one["input_ids"][one["attention_mask"] > 0]
-        return margin(module(input_ids=alone[None]).logits[0], alone, int(one["label"]))
+        return token_margins(module(input_ids=alone[None]).logits[0], alone)
 
     data = samples().compute(scheduler="sync")
     batch = Batch({name: torch.from_numpy(values.values) for name, values in data.items()})
@@ -93,16 +87,6 @@ def test_hooks__equal_backward(name: str) -> None:
         n for n, _ in module.named_parameters() if name in ARCHITECTURES or "lora_" in n
     ]
     close(features(model), backward(module, list(model.shapes)))
-
-
-@pytest.mark.parametrize(
-    ("build", "gradients"), [(gpt2, "vmap"), (llama, "loop"), (llama, "vmap"), (bert, "hooks")]
-)
-def test_engines__equal_backward(build: Callable[..., nn.Module], gradients: str) -> None:
-    module, is_bert = made(partial(build, attn_implementation="eager")), build is bert
-    model = td.Model(module, task="text_classification" if is_bert else "causal_lm")
-    expected = backward(module, list(model.shapes), class_margin if is_bert else token_margins)
-    close(features(model, gradients), expected)
 
 
 def test_vmap__attention_that_it_cannot_run_says_what_to_type() -> None:
@@ -153,20 +137,3 @@ def test_hooks__rows_that_do_not_belong_to_single_samples_are_refused() -> None:
     lazy = td.featurize(data, model, projector=td.Identity(), gradients="hooks", batch_size=2)
     with pytest.raises(td.errors.BlockError, match=r"rows.*gradients='vmap', or 'loop'"):
         lazy.compute(scheduler="sync")
-
-
-def test_causal_lm__loss_is_that_of_the_model() -> None:
-    """Labels as the model itself takes them: Σ log(1 + exp(-margin)) is its loss."""
-    names = ("input_ids", "attention_mask")
-    given = {name: torch.from_numpy(samples()[name].values) for name in names}
-    labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
-    labels[0, 2:5] = -100
-    module, task = made(llama), CausalLM(labels="labels", position="token")
-    sequence, position = task.tokens(given | {"labels": labels})
-    rows = {name: value[sequence] for name, value in (given | {"labels": labels}).items()}
-    model = td.Model(module, task=task)
-    batch = Batch(rows, token=torch.from_numpy(position))
-    with torch.no_grad():
-        margins = task.output(model.forward(model.checkpoints[0]), batch)
-        loss = module(**given, labels=labels).loss
-    torch.testing.assert_close(nn.functional.softplus(-margins).mean(), loss, check_dtype=False)

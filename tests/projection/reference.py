@@ -204,9 +204,3 @@ def project_blocks(
 def normal(n_samples: int, n_rows: int) -> Tensor:
     """Return gradients that are the same in every run."""
     return torch.randn(n_samples, n_rows, generator=torch.Generator().manual_seed(n_rows))
-
-
-def small_integers(n_samples: int, n_rows: int) -> Tensor:
-    """Return gradients that rounding to digits leaves as they are."""
-    generator = torch.Generator().manual_seed(n_rows)
-    return torch.randint(-63, 64, (n_samples, n_rows), generator=generator).float()

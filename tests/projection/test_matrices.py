@@ -17,7 +17,6 @@ from tests.projection.reference import (
     project_blocks,
     project_by_hand,
     project_flat,
-    small_integers,
 )
 from trakdask.projection import (
     SJLT,
@@ -143,17 +142,6 @@ def test_sjlt__exact_at_the_largest_sums(
 
 
 # ------------------------------------------------------------- what a definition says about others
-
-
-def test_smaller_projections__are_parts_of_larger_ones() -> None:
-    flat = small_integers(3, 20_000)
-    prefix = project_flat(Rademacher(64), flat)[:, :16] * 2
-    assert torch.equal(project_flat(Rademacher(16), flat), prefix)
-    assert torch.equal(
-        project_flat(Mask(1000), flat), project_flat(Mask(16_000), flat)[:, :1000] * 4
-    )
-    folded = project_blocks(SJLT(60, 5), flat[:, :16384]).unflatten(1, (15, 4)).sum(2)
-    assert torch.equal(project_blocks(SJLT(15, 5), flat[:, :16384]), folded)
 
 
 # ------------------------------------------------------------------------------------------- masks

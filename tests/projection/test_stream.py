@@ -51,18 +51,6 @@ def test_project__batches_are_invisible(
 
 
 @every_kind
-@settings(max_examples=8)
-@given(cuts=st.lists(st.integers(1, 78), unique=True, max_size=5))
-def test_project__aligned_tensors_are_invisible(projector: Projector, cuts: list[int]) -> None:
-    flat = normal(2, 40_000)
-    edges = [0, *(512 * cut for cut in sorted(cuts)), 40_000]
-    tensors = {str(a): flat[:, a:b] for a, b in itertools.pairwise(edges)}
-    shapes = {name: tensor.shape[1:] for name, tensor in tensors.items()}
-    row_map = RowMap.from_shapes(shapes, alignment=projector.row_alignment)
-    assert torch.equal(project(projector, tensors, row_map, 4), project_flat(projector, flat))
-
-
-@every_kind
 @settings(max_examples=15)
 @given(data=st.data())
 def test_stream__order_parts_and_buffers_are_invisible(
@@ -161,22 +149,3 @@ def test_project__threads_do_not_share_buffers(projector: Projector, backend: st
 
 
 # ------------------------------------------------------------------------------- rows and mistakes
-
-shape = st.lists(st.integers(0, 40), max_size=3).map(tuple)
-
-
-@settings(max_examples=40)
-@given(st.lists(shape, min_size=1, max_size=6), st.sampled_from([1, 128, 512]))
-def test_row_map__tensors_are_aligned_in_their_order(
-    shapes: list[tuple[int, ...]], alignment: int
-) -> None:
-    names = [f"layer{i}" for i in reversed(range(len(shapes)))]
-    rows = RowMap.from_shapes(dict(zip(names, shapes, strict=True)), alignment=alignment)
-    assert rows.names == tuple(names)
-    row = 0
-    for name, lengths in zip(names, shapes, strict=True):
-        while row % alignment:
-            row += 1
-        assert (rows.offset(name), rows.shape(name)) == (row, lengths)
-        row += math.prod(lengths)
-    assert (rows.n_rows, rows.n_parameters) == (row, sum(map(math.prod, shapes)))

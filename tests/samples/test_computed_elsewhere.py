@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-import zarr
 
 import trakdask as td
 from tests.laziness import raise_if_dask_computes
@@ -47,27 +46,18 @@ def expected(x: np.ndarray = X, q: np.ndarray = Q, h: np.ndarray | float = 1.0) 
     return products * q.mean(1, keepdims=True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "chunks"),
-    [
-        *((kind, 16) for kind in ("numpy", "torch", "dask", "zarr", "memmap", "labelled")),
-        *(("dask", 100), ("zarr", 100)),
-    ],
-)
-def test_features__kinds_of_arrays(kind: str, chunks: int, tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", X)
+@pytest.mark.parametrize(("kind", "chunks"), [("dask", 16), ("dask", 100), ("labelled", 16)])
+def test_features__kinds_of_arrays(kind: str, chunks: int) -> None:
+    """Others: ``test_array_source.py``."""
     labels = {"checkpoint": ["a", "b"], "source": ("sample", SOURCE)}
     labelled = xr.DataArray(X, labels, ("sample", "proj_dim", "checkpoint"))
     array = {
-        "numpy": lambda: X,
-        "torch": lambda: torch.tensor(X),
         "dask": lambda: da.from_array(X, chunks=(11, 2, -1)),
-        "zarr": lambda: zarr.create_array(tmp_path / "x.zarr", data=X, chunks=(16, P, C)),
-        "memmap": lambda: np.load(tmp_path / "x.npy", mmap_mode="r"),
         "labelled": lambda: labelled.transpose("checkpoint", ...),
     }[kind]()
     with raise_if_dask_computes():
-        features = td.from_features(array, "x", output=F, chunks=chunks)
+        output = labelled[:, 0, ::-1].copy(data=F[:, ::-1]) if kind == "labelled" else F
+        features = td.from_features(array, "x", output=output, chunks=chunks)
     names = ["a", "b"] if kind == "labelled" else ["0", "1"]
     assert features.checkpoint.values.tolist() == names
     assert ("source" in features.coords) == (kind == "labelled")
@@ -88,15 +78,6 @@ def test_features__one_model_and_any_numbers(dtype: str, stored: str) -> None:
     assert features.feature.dtype == stored
     np.testing.assert_array_equal(features.feature.values[..., 0], words)
     np.testing.assert_array_equal(features.out_to_loss.values[:, 0], np.arange(9))
-
-
-def test_scores__are_by_definition() -> None:
-    features = train()
-    scores = td.score(features, targets())
-    np.testing.assert_allclose(scores, expected(), rtol=1e-6)
-    by_source = td.group_score(features, targets(), by="source")
-    sums = [expected()[name == SOURCE].sum(0) for name in ("book", "web")]
-    np.testing.assert_allclose(by_source, sums, rtol=1e-6)
 
 
 def test_damping__by_outputs_only_where_there_are_some_and_if_asked() -> None:
@@ -129,6 +110,9 @@ def test_store__is_saved_opened_appended_dropped_and_verified(tmp_path: Path) ->
     assert again.sizes == first.sizes
     both = td.save(train(slice(40, N)), store, append_dim="sample", progress=False)
     np.testing.assert_allclose(td.score(both, targets()), expected(), rtol=1e-5, atol=1e-9)
+    by_source = td.group_score(both, targets(), by="source")
+    sums = [expected()[name == SOURCE].sum(0) for name in ("book", "web")]
+    np.testing.assert_allclose(by_source, sums, rtol=1e-5)
     left = td.drop(store, where=lambda ds: ds.row < 10)
     np.testing.assert_allclose(
         td.score(left, targets()), expected(X[10:], Q[10:]), rtol=1e-5, atol=1e-9
@@ -140,14 +124,6 @@ def test_store__is_saved_opened_appended_dropped_and_verified(tmp_path: Path) ->
     other = td.from_features(X[:5], "words, version 2", coords={k: v[:5] for k, v in ROWS.items()})
     with pytest.raises(td.errors.StoreMismatchError, match="made_by"):
         td.save(other, store, append_dim="sample", progress=False)
-
-
-def test_evaluation__ranks_halves() -> None:
-    masks = td.evaluate.subsets(N, 30).compute()
-    outputs = xr.DataArray(masks.values @ expected(), dims=("subset", "target"))
-    scores = td.score(train(), targets())
-    assert td.evaluate.lds(scores, masks, outputs).lds_mean > 0.999
-    assert "gradient_cosine" in td.evaluate.baselines(train(), targets())
 
 
 def test_explorer__knows_no_output() -> None:
@@ -188,11 +164,3 @@ def test_page__reads_stores_of_bergson(dtype: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(
         td.score(features, features, "grad_dot"), gradients @ gradients.T, rtol=1e-6
     )
-
-
-def test_features__arrays_have_the_order_of_labels() -> None:
-    labels, dims = {"checkpoint": ["a", "b"]}, ("sample", "checkpoint")
-    feature = xr.DataArray(np.ones((4, 3, 2)), labels, ("sample", "proj_dim", "checkpoint"))
-    output = xr.DataArray(np.arange(8.0).reshape(4, 2), labels, dims)
-    made = td.from_features(feature, "words", output=output[:, ::-1])
-    np.testing.assert_array_equal(made.output, output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections import Counter
+from collections import Counter, UserDict
 from typing import Any
 
 import cloudpickle
@@ -57,7 +57,7 @@ def make_items() -> Items:
     [
         *(("tuple", 1, None), ("list", 5, None), ("dict", 99, None)),
         *(("tuple", 5, default_collate), ("list", 99, default_collate)),
-        ("dict", 1, default_collate),
+        ("dict", 1, lambda items: UserDict(default_collate(items))),  # as those of transformers
     ],
 )
 def test_from_torch__values_whatever_the_chunks_and_items(
@@ -75,34 +75,6 @@ def test_from_torch__values_whatever_the_chunks_and_items(
     assert (ds.image.dtype, ds.label.dtype) == (np.float32, np.int64)
     assert ds.i.values.tolist() == list(range(N))
     assert not ds.xindexes
-
-
-TEXTS = ["a b", "c", "b c a a", "c c c"]
-
-
-def padded_texts(length: int, chunks: int) -> tuple[Any, Any]:
-    """Texts as tokenized dicts, padded by a collator; and the tokenizer."""
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.models.WordLevel({word: i for i, word in enumerate("?abc_")}, "?")
-    fast = tokenizers.Tokenizer(words)
-    fast.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=fast, pad_token="_")
-    items = [{**tokenizer(text), "label": i % 2} for i, text in enumerate(TEXTS)]
-    collate = transformers.DataCollatorWithPadding(tokenizer, "max_length", length)
-    names = ["input_ids", "attention_mask", "labels"]
-    return from_torch(items, names=names, chunks=chunks, collate_fn=collate), tokenizer
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_from_torch__texts_that_a_collator_pads(chunks: int) -> None:
-    ds, tokenizer = padded_texts(5, chunks)
-    expected = tokenizer(TEXTS, padding="max_length", max_length=5, return_tensors="np")
-    for name in ("input_ids", "attention_mask"):
-        np.testing.assert_array_equal(ds[name], expected[name])
-    assert ds.labels.values.tolist() == [0, 1, 0, 1]
-    others = [padded_texts(length, 4)[0].attrs["source"] for length in (5, 6)]
-    assert [source == ds.attrs["source"] for source in others] == [True, False]
 
 
 def test_from_torch__numbers_single_tensors_and_left_out_fields() -> None:
@@ -185,8 +157,8 @@ def test_from_torch__one_read_serves_all_variables_one_thread_at_a_time() -> Non
 
 
 def test_from_torch__source_is_the_content() -> None:
-    def source(dataset: Any, chunks: int = 4) -> str:
-        return from_torch(dataset, names=("x", "y"), chunks=chunks).attrs["source"]
+    def source(dataset: Any, chunks: int = 4, **options: Any) -> str:
+        return from_torch(dataset, names=("x", "y"), chunks=chunks, **options).attrs["source"]
 
     x, y = torch.arange(6.0), torch.arange(6)
     first = source(TensorDataset(x, y))
@@ -195,8 +167,9 @@ def test_from_torch__source_is_the_content() -> None:
         source(TensorDataset(x + 1, y)),
         source(TensorDataset(x, y.int())),
         source(lambda: TensorDataset(x, y)),
+        source(TensorDataset(x, y), collate_fn=default_collate),
     ]
-    assert len({first, *others}) == 4
+    assert len({first, *others}) == 5
 
 
 class Augmented(Items):

@@ -38,9 +38,13 @@ def on_disk(folder: Path, id: int, file: str) -> np.ndarray:
     return np.array(np.load(folder / str(id) / file, mmap_mode="r"))
 
 
-def test_open_traker__features_are_the_stored_gradients(tmp_path: Path) -> None:
+def test_open_traker__features_are_the_stored_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_of(3, 10, use_half_precision=True, lambda_reg=3.0).whole(trak.TRAKer, tmp_path)
+    monkeypatch.setattr("trakdask.trak.opening._BLOCK_BYTES", 4 * PROJ_DIM * 9)
     features, targets = open_traker(tmp_path, "test")
+    assert features.feature.chunks == ((9,) * 5 + (3,), (PROJ_DIM,), (1, 1))
     assert features.checkpoint.values.tolist() == ["3", "10"]
     assert as_values(features.attrs)["checkpoint_ids"] == {"3": 3, "10": 10}
     assert features.feature.dims == targets.feature.dims == ("sample", "proj_dim", "checkpoint")
@@ -82,21 +86,6 @@ def test_open_traker__rows_never_featurized_take_no_part(tmp_path: Path) -> None
     assert int(td.top_k(scores, 5).position.max()) < WRITTEN
 
 
-def test_open_traker__chunks_do_not_change_the_values(written: Path, monkeypatch) -> None:
-    whole, whole_targets = open_traker(written, "test")
-    monkeypatch.setattr("trakdask.trak.opening._BLOCK_BYTES", 4 * PROJ_DIM * 9)
-    parts, parts_targets = open_traker(written, "test")
-    assert parts.feature.chunks == ((9,) * 5 + (3,), (PROJ_DIM,), (1, 1, 1))
-    xr.testing.assert_equal(whole.compute(), parts.compute())
-    xr.testing.assert_equal(whole_targets.compute(), parts_targets.compute())
-
-
-def test_open_traker__computes_nothing(written: Path) -> None:
-    with raise_if_dask_computes():
-        features, targets = open_traker(written, "test")
-        td.top_k(td.score(features, targets, td.Trak(damping=td.Absolute(1.0))), 3)
-
-
 @pytest.mark.slow
 def test_open_traker__computes_on_worker_processes(written: Path, process_client) -> None:
     features = open_traker(written)
@@ -132,5 +121,7 @@ def test_open_traker__an_appended_checkpoint_goes_into_the_store(tmp_path: Path)
 def test_open_traker__a_moved_directory_opens(written: Path, tmp_path: Path) -> None:
     """experiments.json holds the absolute path of before."""
     run = shutil.copytree(written, tmp_path / "run", ignore=shutil.ignore_patterns("scores"))
-    features, targets = open_traker(run, "test")
-    assert np.isfinite(td.score(features, targets, td.Trak(damping=td.Absolute(1.0)))).all()
+    with raise_if_dask_computes():
+        features, targets = open_traker(run, "test")
+        scores = td.score(features, targets, td.Trak(damping=td.Absolute(1.0)))
+    assert np.isfinite(scores).all()

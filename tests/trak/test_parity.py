@@ -65,30 +65,24 @@ def require_same_files(folder: Path, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "model", "n_checkpoints", "by_inds", "lambda_reg"),
+    ("kind", "model", "lambda_reg", "half"),
     [
-        *(("default", model, 2, True, 0.05) for model in MODELS),
-        *((kind, "normed", 2, False, 0.05) for kind in PROJECTORS if kind != "default"),
-        ("default", "mlp", 1, False, 0.0),
+        *(("default", model, 0.05, False) for model in MODELS),
+        *((kind, "normed", 0.05, False) for kind in PROJECTORS if kind != "default"),
+        ("default", "mlp", 0.0, False),
+        *((kind, "normed", 2.0, True) for kind in ("default", "single", "noop")),
     ],
 )
-def test_run__float32_scores_and_files(
-    tmp_path: Path, kind: str, model: str, n_checkpoints: int, by_inds: bool, lambda_reg: float
+def test_run__scores_and_files(
+    tmp_path: Path, kind: str, model: str, lambda_reg: float, half: bool
 ) -> None:
-    options = {"use_half_precision": False, "lambda_reg": lambda_reg}
-    found, expected = both(Run(model, n_checkpoints, by_inds, options), tmp_path, kind)
-    assert found.dtype == expected.dtype == np.float32
-    assert relative(found, expected) < 1e-5
-    require_same_files(tmp_path, 1e-5)
-
-
-@pytest.mark.parametrize("kind", ["default", "single", "noop"])
-def test_run__float16_scores_and_files(tmp_path: Path, kind: str) -> None:
-    run = Run("normed", n_checkpoints=2, options={"lambda_reg": 2.0})
-    found, expected = both(run, tmp_path, kind)
-    assert found.dtype == expected.dtype == np.float16
-    assert relative(found, expected) < 2e-2
-    require_same_files(tmp_path, 2e-2)
+    options = {"use_half_precision": half, "lambda_reg": lambda_reg}
+    by_inds = kind == "default" and lambda_reg < 1
+    found, expected = both(Run(model, 2, by_inds, options), tmp_path, kind)
+    dtype, tolerance = (np.float16, 2e-2) if half else (np.float32, 1e-5)
+    assert found.dtype == expected.dtype == dtype
+    assert relative(found, expected) < tolerance
+    require_same_files(tmp_path, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +141,7 @@ def test_projector__same_matrix_and_product(
         )
         assert torch.equal(new.proj_matrix, old.proj_matrix)
         for grads, model_id in ((GRADIENTS, 0), (as_dict, 0), (as_dict, 13), (GRADIENTS, 0)):
+            new.free_memory()  # after which the original has lost a matrix of one block (quirk 3)
             expected = old.project(grads, model_id=model_id)
             found = new.project(grads, model_id=model_id)
             assert found.dtype == expected.dtype

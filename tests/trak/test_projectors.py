@@ -7,27 +7,10 @@ import torch
 
 import trakdask as td
 from trakdask.projection import RowMap, project
-from trakdask.trak.projectors import (
-    BasicProjector,
-    BasicSingleBlockProjector,
-    ChunkedCudaProjector,
-    NoOpProjector,
-    StreamProjector,
-)
+from trakdask.trak.projectors import BasicProjector, ChunkedCudaProjector, StreamProjector
 
 GRADIENTS = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))
 AS_DICT = {"a": GRADIENTS[:, :6].reshape(3, 2, 3), "b": GRADIENTS[:, 6:]}
-
-
-@pytest.mark.parametrize("kind", [BasicProjector, BasicSingleBlockProjector])
-def test_projectors__refuse_other_kinds(kind: Any) -> None:
-    with pytest.raises(ValueError, match="'cauchy'"):
-        kind(10, 7, 5, "cauchy", "cpu")
-
-
-@pytest.mark.parametrize("grads", [GRADIENTS, AS_DICT])
-def test_no_op_projector__returns_flat_gradients(grads: Any) -> None:
-    assert torch.equal(NoOpProjector().project(grads, model_id=3), GRADIENTS)
 
 
 @pytest.mark.parametrize("grads", [GRADIENTS, AS_DICT])

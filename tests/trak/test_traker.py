@@ -16,6 +16,7 @@ import trakdask as td
 from tests.trak._models import Pair, built, checkpoints, images, pair_batch, untrained
 from tests.trak._runs import QUIET, N, Run, content, relative, started
 from trakdask.trak import TRAKer
+from trakdask.trak.modelout_functions import IterativeImageClassificationModelOutput
 from trakdask.trak.projectors import NoOpProjector
 from trakdask.trak.savers import ModelIDException
 
@@ -40,11 +41,19 @@ def test_projector_of_trakdask__gives_the_features_of_featurize(tmp_path: Path) 
     assert relative(grads, features.feature.values[:, :, 1]) < 1e-5
 
 
-def test_featurize__needs_a_checkpoint(tmp_path: Path) -> None:
-    traker = Run().make(TRAKer, tmp_path)
-    match = "Load a checkpoint using traker.load_checkpoint before featurizing"
-    with pytest.raises(AssertionError, match=match):
-        traker.featurize(images(N), num_samples=N)
+def test_refusals__name_what_was_forgotten(tmp_path: Path) -> None:
+    batch, more = images(N), "Load a checkpoint using traker.load_checkpoint before featurizing"
+    with pytest.raises(AssertionError, match=more):
+        Run().make(TRAKer, tmp_path / "empty").featurize(batch, num_samples=N)
+    with pytest.raises(ValueError, match=r"'image_classification', .* got 'img'; try task="):
+        started(tmp_path / "task", task="img")
+    with pytest.raises(ValueError, match=r"grad_wrt.*'1.weight'"):
+        started(tmp_path / "names", grad_wrt=["0.wieght"])
+    with pytest.raises(TypeError, match=r"try .*Iterative"):
+        started(tmp_path / "computer", task=IterativeImageClassificationModelOutput())
+    for ids, why in ((None, "not fully featurized"), ([3], "not registered")):
+        with pytest.raises(ModelIDException, match=why):
+            started(tmp_path / "run").finalize_features(ids)
 
 
 @pytest.mark.parametrize(
@@ -76,18 +85,6 @@ def test_featurize__gradients_that_are_not_finite_are_logged(
     x[1] = torch.nan
     traker.featurize((x, y), inds=[7, 8, 9])
     assert "samples [8]" in caplog.text
-
-
-@pytest.mark.parametrize(("ids", "why"), [(None, "not fully featurized"), ([3], "not registered")])
-def test_finalize_features__needs_complete_checkpoints(tmp_path: Path, ids: Any, why: str) -> None:
-    with pytest.raises(ModelIDException, match=why):
-        started(tmp_path).finalize_features(ids)
-
-
-def test_init__an_unknown_task(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"'image_classification', .* got 'img'; try task="):
-        TRAKer(model=model, task="img", train_set_size=1, save_dir=tmp_path, device="cpu")
 
 
 def test_init__a_machine_without_cuda(tmp_path: Path) -> None:

@@ -77,7 +77,6 @@ class TrakOutput:
 tasks = td.tasks
 FACTS = [
     (Own(), None),
-    (Said(), "squared error"),
     (Huber(), None),
     (Doubled(), None),
     (Focal(), None),
@@ -88,7 +87,6 @@ FACTS = [
     (tasks.Classification(weights=[1, 2], temperature=2.0), "other"),
     (tasks.TextClassification(), "cross-entropy"),
     (tasks.BinaryClassification(), "cross-entropy"),
-    (tasks.MultiLabel(), "other"),
     (tasks.CausalLM(), "other"),
     (tasks.CausalLM(position="at"), "cross-entropy"),
     (tasks.Preference(), "cross-entropy"),
@@ -193,7 +191,6 @@ IDS = RNG.integers(3, 30, (40, 6))
 LENGTHS = (np.arange(6) < RNG.integers(2, 7, 40)[:, None]).astype(int)
 PADDED = np.where(LENGTHS == 1, IDS, 0)
 TEXT = {"input_ids": PADDED, "label": LABEL}
-LEFT = {"input_ids": PADDED[:, ::-1].copy(), "label": LABEL}
 EQUAL = {"input_ids": np.where(IDS > 25, 7, IDS) * (np.arange(6) < 4), "label": LABEL}
 COUNTED = {"input_ids": PADDED, "labels": np.where(LENGTHS == 1, PADDED, -100)}
 BINARY = {"x": X, "label": LABEL % 2}
@@ -220,33 +217,17 @@ def softmax(y: Tensor) -> Tensor:
     return y.softmax(-1)
 
 
-class Answer(EachToken):
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return self.head(self.embed(labels.clamp(min=0)) + self.embed(input_ids).mean(1)[:, None])
-
-
-ANSWERS = {"input_ids": PADDED, "labels": np.where(LENGTHS, LABEL[:, None], -100)[:, :4]}
 TOKENS, ONE = EachToken(classes=30), After(lambda y: y[:, 0].sigmoid())
-
-
-def normalised(y: Tensor) -> Tensor:
-    return y.exp() / y.exp().sum(1, keepdim=True)
 
 
 WARNED = {
     "classes": (After(softmax), "classification", CLASSES, "sum to 1"),
-    "two classes": (After(lambda y: y[:, :2].softmax(1)), "classification", BINARY, "softmax"),
     "labels": (After(torch.sigmoid), "multi_label", SIGNS, "torch.logit"),
     "one label": (ONE, "binary_classification", BINARY, "sigmoid"),
-    "labels, by hand": (After(lambda y: 1 / (1 + torch.exp(-y))), "multi_label", SIGNS, "sigmoid"),
-    "classes, by hand": (After(normalised), "classification", CLASSES, "softmax"),
     "classes, each for itself": (After(torch.sigmoid), "classification", CLASSES, "sigmoid"),
     "next tokens": (EachToken(softmax, 30), "causal_lm", {"input_ids": IDS}, "softmax"),
     "padding": (Bag(), "text_classification", TEXT, "padding (id 0)"),
-    "padding on the left": (Bag(), "text_classification", LEFT, "attention_mask"),
     "padding that the model names": (Bag(pad=0), "text_classification", EQUAL, "attention_mask"),
-    "padding of a text with labels": (TOKENS, "token_classification", COUNTED, "padding"),
-    "padding of a text with an answer": (Answer(), "seq2seq", ANSWERS, "padding"),
     "padding that is predicted": (TOKENS, "causal_lm", {"input_ids": PADDED}, "padding"),
 }  # fmt: skip
 
@@ -259,12 +240,10 @@ def test_warning__of_probabilities_or_padding_is_issued_once(case: str) -> None:
 
 
 QUIET = {
-    "small logits": (After(lambda y: 0.01 * y), "classification", CLASSES),
     "small positive logits": (After(lambda y: 0.01 * y + 0.3), "multi_label", SIGNS),
     "logits of a weak signal": (After(lambda y: 0.5 + 0.2 * y.clamp(-2, 2)), "multi_label", SIGNS),
     "log-probabilities": (After(lambda y: y.log_softmax(1)), "classification", CLASSES),
     "a mask": (Bag(), "text_classification", TEXT | {"attention_mask": LENGTHS}),
-    "no padding": (Bag(pad=0), "text_classification", TEXT | {"input_ids": IDS}),
     "padding that does not count": (TOKENS, "causal_lm", COUNTED),
     "a regression in [0, 1]": (ONE, "regression", {"x": X, "y": X[:, 0]}),
 }  # fmt: skip

@@ -12,12 +12,10 @@ from torch.nn import functional
 from trakdask.models.tasks import (
     Batch,
     BinaryClassification,
-    ImageClassification,
     MultiRegression,
     Regression,
     TextClassification,
 )
-from trakdask.models.tasks.protocol import SampleError
 
 
 class Bag(nn.Module):
@@ -178,15 +176,6 @@ def test_output__gradients_and_q_which_is_the_slope_of_the_loss(check_gradients,
         case.startswith(("text", "binary")) and temperature == 1 and case != "text, weights"
     ):  # then the loss depends on f alone
         torch.testing.assert_close(functional.softplus(-f), raised.detach().float())
-
-
-@pytest.mark.parametrize("value", [-1, 3])
-def test_classification__label_out_of_range(run, value: int) -> None:
-    label = torch.tensor([0, value, 2])
-    with pytest.raises(SampleError, match=rf"label in 0..2 \(3 classes\), got {value} at") as err:
-        run(net(3), ImageClassification(image="x"), numbers(label), "hooks")
-    assert err.value.row == 1
-    assert "at sample 31;" in str(err.value.at(31))
 
 
 def test_text_classification__classes_named_as_in_transformers() -> None:

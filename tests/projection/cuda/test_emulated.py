@@ -20,8 +20,6 @@ from tests.projection.reference import project_blocks
 from trakdask.projection import SJLT, Rademacher, fixed_point
 from trakdask.projection.cuda import GpuProjector, products
 from trakdask.projection.cuda.launch import FAMILIES
-from trakdask.projection.cuda.products import Run
-from trakdask.projection.fixed_point import FRACTION_BITS, quantize
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
@@ -55,11 +53,17 @@ def require_bits_of_cpu(
     checkpoint: int = 7,
     kernels: EmulatedKernels | None = None,
 ) -> None:
-    """Project by the kernels, and block by block on the CPU; nothing beside the sums may change."""
+    """Project by the kernels, and block by block on the CPU; nothing beside the sums may change.
+
+    Gradients are a window: what lies around them would be seen, as would a misaligned read.
+    """
+    around = torch.full((len(rows), rows.shape[1] + 5), torch.inf, dtype=rows.dtype)
+    around[:, 3:-2] = rows
     shape = len(rows), projector.proj_dim + 9
     found, expected = (torch.full(shape, 0.1, dtype=torch.float64) for _ in range(2))
     window = slice(4, -5)
-    projector.project_on_gpu(kernels or EmulatedKernels(), rows, row, checkpoint, found[:, window])
+    kernels = kernels or EmulatedKernels()
+    projector.project_on_gpu(kernels, around[:, 3:-2], row, checkpoint, found[:, window])
     project_blocks(projector, rows, row, checkpoint, expected[:, window])
     assert equal_bits(found, expected)
 
@@ -78,39 +82,6 @@ def _strict_product(monkeypatch: pytest.MonkeyPatch) -> None:
         fixed_point.int8_matmul(digits, bits, out)
 
     monkeypatch.setattr(products, "int8_matmul", multiply)
-
-
-# ------------------------------------------------------------------------------- kernel by kernel
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("n_samples", "n_rows", "reverse", "n_digits"),
-    [(1, 1, False, 2), (7, 3, True, 3), (9, 129, False, 1), (9, 129, True, 2), (6, 2000, True, 3)],
-)
-def test_quantize__as_on_a_cpu(
-    n_samples: int, n_rows: int, n_digits: int, dtype: torch.dtype, reverse: bool
-) -> None:
-    n_blocks = 3
-    # Gradients are a window: what lies around them would be seen, as would a misaligned read.
-    around = torch.full((n_samples, n_blocks * n_rows + 5), torch.inf, dtype=dtype)
-    around[:, 3:-2] = gradients(n_samples, n_blocks * n_rows, dtype)
-    rows = around[:, 3:-2]
-    run = Run(0, n_blocks, n_rows)
-    kernels = EmulatedKernels(reverse=reverse)
-    digits, totals, steps = products.quantize(kernels, rows, run, n_digits)
-    for block in range(n_blocks):
-        part = rows[:, block * n_rows : (block + 1) * n_rows]
-        integers, step = quantize(part, FRACTION_BITS[n_digits])
-        integers = integers.clamp(-127, 127) if n_digits == 1 else integers
-        assert torch.equal(steps[block].nan_to_num(7), step.nan_to_num(7))
-        finite = ~step.isnan()
-        lines = digits[block, : n_digits * n_samples].view(n_digits, n_samples, -1).long()
-        values = sum(256**d * line for d, line in enumerate(lines))[finite]
-        assert torch.equal(values[:, :n_rows], integers[finite].long())
-        assert not values[:, n_rows:].any()
-        assert not digits[block, n_digits * n_samples :].any()
-        assert torch.equal(totals[block][finite], integers[finite].sum(1))
 
 
 # ---------------------------------------------------------------------------------- the whole path
