@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from trakdask.files import Folder, location, matching
+from trakdask.files import Folder, location, matching, replacing
 
 
 @pytest.fixture(params=["local", "memory"])
