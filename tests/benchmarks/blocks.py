@@ -33,6 +33,7 @@ from trakdask.tensors import factors_of
 TASKS = SUBJECTS | WIDER | HELD_OUT | UNDERFITTED | LARGE
 RULES = {
     "whole": lambda d: 1,
+    "512": lambda d: -(-d // 512),
     "256": lambda d: -(-d // 256),
     "128": lambda d: -(-d // 128),
     "64": lambda d: -(-d // 64),

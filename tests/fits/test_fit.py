@@ -82,7 +82,7 @@ def test_fit__is_the_chain_of_its_steps() -> None:
     np.testing.assert_allclose(*products, rtol=1e-3, atol=1e-4 * products[0].max())
     for options, steps in (
         ({"curvature": False}, "SJLT(proj_dim=24, sparsity=4, seed=0), Components(proj_dim=6)"),
-        ({"components": False}, "leading=3, block=64), SJLT(proj_dim=3, sparsity=4, seed=0)"),
+        ({"components": False}, "leading=3, block=1024), SJLT(proj_dim=3, sparsity=4, seed=0)"),
     ):
         assert steps in repr(td.fit(SAMPLES, MODEL, **SMALL | options))
     moments = [{n: t.abs() for n, t in state.items()} for state in states().values()]

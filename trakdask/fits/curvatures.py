@@ -113,8 +113,8 @@ def curvature(
         beside the columns of the projector that follows. 0 before :class:`trakdask.Identity`.
     block
         How many coordinates of an axis share eigenvectors: longer axes are divided into parts as
-        equal as can be, such as the heads of attention. Some samples say little about large
-        matrices, and to turn long axes takes most of the time. None for whole axes, as in EK-FAC.
+        equal as can be, such as queries, keys and values, because to turn long axes takes most of
+        the time. None for whole axes, as in EK-FAC.
     estimator
         As in :func:`trakdask.score`; samples have the weights h that they have in its gram matrix.
     progress
@@ -164,7 +164,7 @@ def curvature(
     """
     require_model(model)
     if block is not None:
-        block = require_integer("block", block, 1, remedy="try block=64, or None for whole axes")
+        block = require_integer("block", block, 1, remedy="try block=1024, or None for whole axes")
     return curvature_with(
         Turning(writes_words(model), block), samples, model,
         damping=damping, leading=leading, estimator=estimator, progress=progress, **options,

@@ -226,7 +226,7 @@ class Fitted:
         >>> samples = td.from_arrays({"image": np.eye(4, dtype="f4"), "label": np.arange(4) % 3})
         >>> model = td.Model(torch.nn.Linear(4, 3), task="image_classification")
         >>> td.fits.curvature(samples, model, leading=2, progress=False).then(td.SJLT(8))
-        Fitted(Curvature(damping=10.0, power=0.5, leading=2, block=64), SJLT(proj_dim=8, ...))
+        Fitted(Curvature(damping=10.0, power=0.5, leading=2, block=1024), SJLT(proj_dim=8, ...))
         """
         return replace(self, steps=(*self.steps, projector))
 
