@@ -55,7 +55,8 @@ def reliability(
     Notes
     -----
     Cost: the scores of all samples for 100 of them, of which those of up to 500 are compared.
-    ``tests/benchmarks/results/2026-11-28-weights.txt`` compares it with LDS that were measured.
+    On 36 tasks (``tests/benchmarks/results/2026-11-30-reliability.txt``), three checkpoints
+    foretold the LDS of ten to within 0.024, and the LDS of one to within 0.054.
 
     References
     ----------
