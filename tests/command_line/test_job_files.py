@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pandas as pd
@@ -213,7 +214,7 @@ def test_job__options_of_an_estimator_make_its_value() -> None:
         None: {"estimator": None, "power": 1},
     }
     for expected, options in described.items():
-        made = with_estimator(options, features)
+        made = with_estimator(options, features, None)
         assert made.pop("estimator") == expected
         assert made == ({"average": False} if "average" in options else {})
 
@@ -223,6 +224,8 @@ def test_job__held_out_samples_choose_the_damping(tmp_path: Path) -> None:
     features, held_out = (td.testing.simulate_features(60, 4, 3, seed=seed) for seed in (0, 1))
     td.save(held_out, tmp_path / "held_out.zarr", progress=False)
     options = {"estimator": "soft", "calibrate": str(tmp_path / "held_out.zarr")}
-    made = with_estimator(options, features)["estimator"]
+    with mock.patch.object(td, "open", wraps=td.open) as opened:
+        made = with_estimator(options, features, {"auto_mkdir": False})["estimator"]
+    assert opened.call_args.kwargs == {"storage_options": {"auto_mkdir": False}}
     expected = td.damping(features, "soft", calibrate=held_out).damping
     np.testing.assert_array_equal(made.damping, expected)

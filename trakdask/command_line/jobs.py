@@ -212,7 +212,8 @@ def described_or_stored(
                 existing(Folder.at(store, options.get("storage_options")))
                 both[name] = features(configuration, name, both.get("data"))
                 with about("save"):
-                    checked_options(both[name], with_estimator(options, both[name]))
+                    at = options.get("storage_options")
+                    checked_options(both[name], with_estimator(options, both[name], at))
             else:
                 both[name] = td.open(store, storage_options=options.get("storage_options"))
     return both
@@ -226,7 +227,7 @@ def saved(
     results = dict(both)
     for name, lazy in both.items():
         if name in configuration:
-            of_store = with_estimator(options, lazy)
+            of_store = with_estimator(options, lazy, options.get("storage_options"))
             if name == "targets":
                 # No score asks for sums over targets.
                 of_store["estimator"] = None
@@ -274,7 +275,9 @@ def explored(
     return str(stores["train"]), stored["data"], stored["targets"], options
 
 
-def with_estimator(options: Mapping[str, Any], features: xr.Dataset) -> dict[str, Any]:
+def with_estimator(
+    options: Mapping[str, Any], features: xr.Dataset, storage_options: Any
+) -> dict[str, Any]:
     """Return options with the estimator that its name and its own options describe, as a value."""
     others = dict(options)
     fields = {name: others.pop(name) for name in OF_ESTIMATORS if name in others}
@@ -289,6 +292,7 @@ def with_estimator(options: Mapping[str, Any], features: xr.Dataset) -> dict[str
     estimator = kind(**fields)
     # Held-out samples choose λ for the estimator that the other options make.
     if store is not None:
-        fields["damping"] = td.damping(features, estimator, calibrate=td.open(store))
+        held_out = td.open(store, storage_options=storage_options)
+        fields["damping"] = td.damping(features, estimator, calibrate=held_out)
         estimator = kind(**fields)
     return {**others, "estimator": estimator}

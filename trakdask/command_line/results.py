@@ -68,7 +68,8 @@ def _scored(
     options = section(configuration, "score")
     with about("score"):
         require_keys(options, td.score, 2, *jobs.OF_ESTIMATORS, "calibrate")
-        options = jobs.with_estimator(options, data)
+        at = section(configuration, "save").get("storage_options")
+        options = jobs.with_estimator(options, data, at)
         return options["estimator"], td.score(data, targets, **options)
 
 
