@@ -62,6 +62,12 @@ def scores_by_formula(phi: list, target: list, q: list, factor: float = 0.03) ->
 
 
 @pytest.fixture(scope="module")
+def mlp_paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("mlp")
+    return examples.digits_checkpoints(folder, examples.digits_mlp, n_checkpoints=2, epochs=3)
+
+
+@pytest.fixture(scope="module")
 def data() -> tuple[xr.Dataset, xr.Dataset]:
     train, targets = examples.digits(n_target=N_TARGET, chunks=50)
     return train.isel(sample=slice(N_TRAIN)), targets
@@ -150,3 +156,24 @@ def test_featurize__no_bit_depends_on_how_it_is_cut_or_where(
         np.testing.assert_allclose(found.output, reference.output, rtol=1e-5, atol=1e-6)
     looped = given_features(20, projector, 10, gradients="loop").feature
     np.testing.assert_array_equal(looped.compute(scheduler="sync"), reference.feature)
+
+
+def test_pipeline__same_scores_on_every_scheduler(
+    mlp_paths, data, process_client: Client, tmp_path: Path
+) -> None:
+    projector = td.Rademacher(proj_dim=128)
+
+    def run(chunks: int, batch_size: int, name: str) -> np.ndarray:
+        model = td.Model(examples.digits_mlp, mlp_paths)
+        train, targets = (ds.chunk(sample=chunks) for ds in data)
+        features = td.featurize(train, model, projector=projector, batch_size=batch_size)
+        saved = td.save(features, tmp_path / name, progress=False)
+        target_features = td.featurize(targets, model, projector=projector)
+        return td.score(saved, target_features, td.Trak(damping=0.03)).compute().values
+
+    on_cluster = run(40, 16, "cluster.zarr")
+    scale = np.abs(on_cluster).max()
+    for scheduler, chunks, batch_size in [("sync", 120, 120), ("threads", 17, 5)]:
+        with dask.config.set(scheduler=scheduler):
+            found = run(chunks, batch_size, f"{scheduler}.zarr")
+        np.testing.assert_allclose(found, on_cluster, rtol=0, atol=1e-5 * scale)
