@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 23_570
+LINES_OF_PACKAGE = 23_575
 LINES_OF_TESTS = 24_590
 LINES_OF_BENCHMARKS = 1_986
 NAMED_TYPES = 186
