@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -45,8 +46,8 @@ Rotations = dict[str, dict[int, list[Tensor]]]
 class Turning(NamedTuple):
     """Which axes get the coordinates of eigenvectors, and how many coordinates these mix."""
 
-    writer: str | None = None
-    """The matrix that writes the words of a language model: words differ less when mixed."""
+    kept: Mapping[str, int] = MappingProxyType({})
+    """By matrix, the axis that keeps its coordinates, which is mostly that of outputs."""
     block: int | None = None
     """The longest part of an axis that has eigenvectors of its own; None for whole axes."""
 
@@ -70,16 +71,15 @@ def factors_of(shapes: Shapes, turning: Turning) -> Iterator[tuple[str, int, sli
 
     Examples
     --------
-    >>> [*factors_of({"weight": (2, 3), "bias": (2,)}, Turning(block=2))]
-    [('weight', 0, slice(0, 2, None), slice(0, 4, None)),
-     ('weight', 1, slice(0, 1, None), slice(4, 5, None)),
-     ('weight', 1, slice(1, 3, None), slice(5, 9, None))]
+    >>> [*factors_of({"weight": (2, 3), "bias": (2,)}, Turning({"weight": 0}, 2))]
+    [('weight', 1, slice(0, 1, None), slice(0, 1, None)),
+     ('weight', 1, slice(1, 3, None), slice(1, 5, None))]
     """
     start = 0
     for name, shape in shapes.items():
         lengths = axes_of(shape)
         for axis, length in enumerate(lengths):
-            is_turned = 1 < length <= LONGEST_AXIS and (name, axis) != (turning.writer, 0)
+            is_turned = 1 < length <= LONGEST_AXIS and axis != turning.kept.get(name)
             if len(lengths) < 2 or not is_turned:
                 continue
             # Blocks as equal as can be, so that queries, keys and values of GPT-2 stay apart.

@@ -93,15 +93,15 @@ CHOICES = [
     (rising(0.90, 0.95), {"m": 128, "n_samples": 128}, SHORT),
     (rising(0.90, 0.95), {"m": 128}, 1),
     (rising(0.90, 0.91), {"m": 128, "n_samples": 128}, 1),
-    # Of the whole curvature, by 0.1/√C.
-    (rising(0.87, 0.90), WHOLE, SHORT),
-    (rising(0.87, 0.88), WHOLE, 1),
-    (rising(0.87, 0.88), {"n": 9, **WHOLE}, SHORT),
-    # Only there, a smaller ρ, by 0.2/√C, but not by more than a decade.
-    (rising(0.87, 0.92)[::-1], {"prior": 10}, 10),
-    (rising(0.87, 0.95)[::-1], {"prior": 10, **WHOLE}, 1),
-    (rising(0.87, 0.95, 10)[::-1], {**WHOLE}, 10**-0.5),
-    (rising(0.87, 0.90, 10)[::-1], {**WHOLE}, 1),
+    # Of the whole curvature, by 0.2/√C.
+    (rising(0.87, 0.92), WHOLE, SHORT),
+    (rising(0.87, 0.90), WHOLE, 1),
+    (rising(0.87, 0.89), {"n": 9, **WHOLE}, SHORT),
+    # Only there, a smaller ρ, by 0.4/√C, but not by more than a decade.
+    (rising(0.87, 0.97)[::-1], {"prior": 10}, 10),
+    (rising(0.87, 0.99)[::-1], {"prior": 10, **WHOLE}, 1),
+    (rising(0.87, 0.97, 10)[::-1], {**WHOLE}, 10**-0.5),
+    (rising(0.87, 0.93, 10)[::-1], {**WHOLE}, 1),
     (np.full(21, 1.0), {}, 1),
     (np.full(21, 1.0), WHOLE, 1),
 ]

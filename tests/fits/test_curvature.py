@@ -10,10 +10,11 @@ import pytest
 import torch
 import xarray as xr
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 import trakdask as td
 from trakdask.errors import forget_warnings
-from trakdask.fits.curvatures import SKETCHED_COLUMNS, signs
+from trakdask.fits.curvatures import SKETCHED_COLUMNS, kept_axes, signs
 from trakdask.projection import RowMap, project
 from trakdask.projection.fitted import Components, Fitted
 from trakdask.tensors import axes_of, factors_of, places_of
@@ -127,8 +128,7 @@ def test_eigenvectors_and_eigenvalues_are_those_of_explicit_sums(
         h = np.ones(len(q))
     step = curvature.curvature
     assert step is not None
-    # Words that are written keep their coordinates: 7² entries fewer.
-    assert step.writer == ("3.weight" if name == "language" else None)
+    assert step.kept == ({} if block is None else kept_axes(case(name)[1]))
     factors = [*factors_of(shapes, step.turning)]
     assert len(curvature.arrays["curvature_eigenvectors"]) == factors[-1][-1].stop
     if name == "language":
@@ -155,6 +155,32 @@ def test_eigenvectors_and_eigenvalues_are_those_of_explicit_sums(
         scale = 1 / np.sqrt(expected + 10 * expected.mean())
         actual = curvature.arrays["curvature_scale"][place, checkpoint]
         np.testing.assert_allclose(actual, scale, rtol=1e-5)
+
+
+class Layers(nn.Module):
+    """Layers with their outputs along either axis, a matrix of its own, and words tied twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(7, 4), nn.Embedding(5, 4)
+        self.inner, self.up = Conv1D(6, 4), nn.ConvTranspose1d(6, 4, 2)
+        self.attention, self.bag = nn.MultiheadAttention(4, 2), nn.EmbeddingBag(3, 4)
+        self.head = nn.utils.parametrizations.weight_norm(nn.Linear(4, 7))
+        self.logits = nn.Linear(4, 7)
+        self.logits.weight = self.words.weight
+        self.own = nn.Parameter(torch.zeros(3, 4))
+
+
+def test_kept_axes__are_those_of_outputs() -> None:
+    model = td.Model(Layers(), task="image_classification", parameters=["*[!s]"])
+    parametrized = "head.parametrizations.weight.original"
+    assert kept_axes(model) == {
+        "own": 0, "words.weight": 0, "inner.weight": 1, "up.weight": 1,
+        "attention.in_proj_weight": 0, "attention.out_proj.weight": 0,
+        f"{parametrized}0": 0, f"{parametrized}1": 0,
+    }  # fmt: skip
+    alone = td.Model(Layers(), task="image_classification", parameters=["inner.*", "places.*"])
+    assert kept_axes(alone) == {"inner.weight": 1}
 
 
 @pytest.mark.parametrize(
@@ -249,8 +275,8 @@ def test_everything_works_on_top(tmp_path: Any) -> None:
     store = td.save(some, tmp_path / "train.zarr")
     more = td.featurize(samples.isel(sample=slice(16, 24)), model, like=store)
     store = td.save(more, tmp_path / "train.zarr", append_dim="sample")
-    assert store.attrs["damping_prior"] == 10**0.75
-    assert str(td.damping(store, td.Soft(damping="trace")).rule.values) == "5.62 tr(K)/n"
+    assert store.attrs["damping_prior"] == 10**0.5
+    assert str(td.damping(store, td.Soft(damping="trace")).rule.values) == "3.16 tr(K)/n"
     assert "damping_prior" not in td.featurize(samples, model, td.SJLT(32)).attrs
     targets = td.featurize(samples.isel(sample=[0, 3]), model, like=store)
     expected = td.score(features, features.isel(sample=[0, 3]))

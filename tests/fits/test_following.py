@@ -45,7 +45,7 @@ def trained(n_epochs: int, lr: float) -> td.Model:
     states = []
     for seed in range(2):
         torch.manual_seed(seed)
-        layers = nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5)
+        layers = nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 5)
         net = nn.Sequential(*layers)
         optimizer, (x, y) = torch.optim.Adam(net.parameters(), lr), table()
         for _ in range(n_epochs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import dask
@@ -124,19 +125,23 @@ def test_weights__are_by_default_of_models_of_tokens(tmp_path: Any) -> None:
         td.fit(*case("cnn"), **options | {"weights": True, "curvature": False})
 
 
+@pytest.mark.parametrize("older_kept", [{}, {"3.weight": 0}])
 def test_fit__goes_on_with_the_coordinates_of_an_older_store(
-    tmp_path: Any, monkeypatch: Any
+    tmp_path: Any, monkeypatch: Any, older_kept: dict[str, int]
 ) -> None:
-    """Older versions turned whole axes, and the words that a model writes, too."""
+    """Older versions turned whole axes, and outputs, too: of words, or of other layers alone."""
     monkeypatch.setattr(fitting, "LONGEST_BLOCK", 3)
     samples, model = case("language")
     options, store = EXACT | {"sketch": td.SJLT(64), "proj_dim": 64}, tmp_path / "older.zarr"
     one = model.at_checkpoints(["a"])
     with monkeypatch.context() as older:
-        older.setattr(fitting, "writes_words", lambda model: None)
+        older.setattr(fitting, "kept_axes", lambda model: older_kept)
         older.setattr(fitting, "LONGEST_BLOCK", None)
         before = td.fit(samples, one, store=store, **options)
-    assert not {"writer", "block"} & before.spec()["steps"][0].keys()
+    assert before.curvature is not None
+    step = replace(before.curvature, kept=None, writer=next(iter(older_kept), None))
+    before = replace(before, steps=(step, *before.steps[1:]))
+    assert not {"kept", "block"} & before.spec()["steps"][0].keys()
     td.save(td.featurize(samples, one, before), store, progress=False)
     both = td.fit(samples, model, store=store, **options)
     assert both.spec() == before.spec()
@@ -147,7 +152,8 @@ def test_fit__goes_on_with_the_coordinates_of_an_older_store(
     np.testing.assert_allclose(targets.feature, features.feature[[1, 5]], rtol=1e-3, atol=1e-5)
     younger = td.fit(samples, model, **options).curvature
     assert younger is not None
-    assert younger.turning == ("3.weight", 3)
+    assert younger.turning == ({"1.weight": 0, "3.weight": 0}, 3)
+    assert step.damping_prior == younger.damping_prior == 10**0.75
 
 
 def test_fit__curvatures_of_models_of_tokens_are_of_all_samples(monkeypatch: Any) -> None:
@@ -170,7 +176,7 @@ def test_weights__of_sketches_are_near(monkeypatch: Any) -> None:
     near = weights_in(td.fit(*case("cnn"), **EXACT))
     assert near != expected
     for title, values in expected.items():
-        assert near[title]["agreement"] == pytest.approx(values["agreement"], abs=0.1), title
+        assert near[title]["agreement"] == pytest.approx(values["agreement"], abs=0.15), title
         assert near[title]["directions"] == pytest.approx(values["directions"], rel=0.2), title
 
 

@@ -208,8 +208,10 @@ def test_matrix__of_two_classes_is_zero() -> None:
     assert not td.fit(samples, model, progress=False, **FIT).arrays["wrong_classes"].any()
 
 
-@pytest.mark.parametrize(("rho", "seed"), [(0.2, 9), (5.0, 1)])
-def test_damping__follows_outputs_within_a_decade_of_the_prior(rho: float, seed: int) -> None:
+@pytest.mark.parametrize(("rho", "seed", "noise"), [(0.2, 9, 0.3), (5.0, 1, 1.0)])
+def test_damping__follows_outputs_within_a_decade_of_the_prior(
+    rho: float, seed: int, noise: float
+) -> None:
     """Rows that a checkpoint was not trained on would ask for too much, so it has to know all."""
     ds = features()
     g = np.sqrt(ds.out_to_loss.values).mean(1)
@@ -218,8 +220,8 @@ def test_damping__follows_outputs_within_a_decade_of_the_prior(rho: float, seed:
     for c, state in enumerate(STATES):
         k, phi = np.add(*np.multiply(explicit(state), [[[1]], [[60]]])), ds.feature.values[:, :, c]
         totals += phi @ np.linalg.solve(k + lam[c] * np.eye(len(k)), phi.T @ g)
-    noise = totals.std() * np.random.default_rng(seed).normal(size=totals.shape)
-    ds = ds.assign(output=ds.output.copy(data=np.repeat((totals + noise)[:, None], 3, axis=1)))
+    noises = noise * totals.std() * np.random.default_rng(seed).normal(size=totals.shape)
+    ds = ds.assign(output=ds.output.copy(data=np.repeat((totals + noises)[:, None], 3, axis=1)))
     chosen = td.damping(ds).compute()
     near = chosen.curve.sel(relative_damping=slice(0.099, 10.1))
     assert float(chosen.relative) == float(near.idxmax()) != 1

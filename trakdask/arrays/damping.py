@@ -33,8 +33,8 @@ _LEFT_OUT_BLOCKS = 8
 #: How much larger than at the prior a correlation must be to choose its ρ, by one checkpoint; by C,
 #: this divided by √C, as the noise of their trainings. In Fisher's z, because near 1 a correlation
 #: grows by ever less: from 0.9 to 0.94 is as far as from 0 to 0.25. Where K has the wrong classes,
-#: half of it suffices for a larger ρ, since that noise asks for too small a ρ, and ρ may be smaller
-#: by a decade. 2026-11-28-dampings.txt has the tasks that this was chosen by.
+#: ρ may be smaller by a decade, for which a correlation has to be larger by twice as much, since
+#: that noise asks for too small a ρ. 2026-11-30-outputs.txt has the tasks it was chosen by.
 LARGER = 0.2
 _DECADE = 4
 #: The same without the wrong classes, for any number of checkpoints, where totals at the prior
@@ -227,8 +227,8 @@ def choose(
     Notes
     -----
     ρ is where the correlation is largest, if its artanh exceeds artanh of the correlation at the
-    prior; else it is the prior. Where K is whole, it has to by 0.1/√C above the prior, with C
-    checkpoints, and by 0.2/√C below, down to a tenth of it. Elsewhere ρ is never below, and has to
+    prior; else it is the prior. Where K is whole, it has to by 0.2/√C above the prior, with C
+    checkpoints, and by 0.4/√C below, down to a tenth of it. Elsewhere ρ is never below, and has to
     by 0.6, or by 0.2 where the correlation at the prior is below 0.57 or K is of fewer than 500
     samples.
     """
@@ -278,7 +278,7 @@ def chosen(
             is_easy = correlation[at] < HARDLY_FOLLOWED or n_samples < FEW_SAMPLES
             least = LARGER if is_easy else CLEARLY_LARGER
         needed = np.full(len(GRID), least)
-        needed[at + 1 :] /= 1 + is_whole
+        needed[:at] *= 2
         needed[: max(at - is_whole * _DECADE, 0)] = needed[at] = np.inf
         with np.errstate(divide="ignore", invalid="ignore"):  # of a correlation of exactly 1
             others = np.arctanh(correlation) - needed

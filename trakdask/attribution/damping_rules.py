@@ -103,11 +103,11 @@ def damping(
     Completeness. In the linearised model the attributions of a target add up to its output, Σ_z
     score(z, t) = f(t), if λ is right. So for 21 ρ from 0.01 to 1000 these sums are correlated over
     samples with the outputs f (both as means over checkpoints), under soft weights of power ½. The
-    prior is the features' ``attrs["damping_prior"]`` (1 if missing, 5.6 in the coordinates of a
+    prior is the features' ``attrs["damping_prior"]`` (1 if missing, 3.2 in the coordinates of a
     curvature), which is best for models that were trained to the end. The ρ with the largest
     correlation is chosen instead, if that is clearly larger in Fisher's z = artanh(r), as after a
     short training, where ρ has to be 10 to 300 times as large. With ``wrong_classes`` in the
-    features and without ``trained_on``, C checkpoints need 0.1/√C for a larger ρ, and 0.2/√C for a
+    features and without ``trained_on``, C checkpoints need 0.2/√C for a larger ρ, and 0.4/√C for a
     smaller one, down to a tenth. Otherwise ρ is never smaller, and a larger one needs 0.6, or 0.2
     if the correlation at the prior is below 0.57 or there are fewer than 500 samples.
 

@@ -24,7 +24,7 @@ from trakdask.featurization.lazy import featurize
 from trakdask.featurization.preparation import inputs_of, model_of, projector_of, require_model
 from trakdask.files import Folder
 from trakdask.fits.components import with_components
-from trakdask.fits.curvatures import curvature_with, differentiates_words, writes_words
+from trakdask.fits.curvatures import curvature_with, differentiates_words, kept_axes, writes_words
 from trakdask.fits.following import follows_better_without, totals_of
 from trakdask.fits.keeping import kept_blocks, kept_fits
 from trakdask.fits.moments import MomentsLike, second_moments
@@ -206,7 +206,7 @@ def fit(
             is_asked = task_facts(model.task).get("loss_kind") == "cross-entropy"
     known_step = None if stored is None else stored.curvature
     kept_weights = None if known_step is None else known_step.weights
-    turning = Turning(writes_words(model), LONGEST_BLOCK)
+    turning = Turning(kept_axes(model), LONGEST_BLOCK)
     if known_step is not None:
         turning = known_step.turning
     if weights == "auto":
@@ -277,7 +277,7 @@ def fit(
             if is_measured and scales:
                 facts = {n: [fit.arrays[n] for fit in scales.values()] for n in FACTS}
                 whole = {n: np.concatenate(parts, -1) for n, parts in facts.items()}
-                kept_weights = weights_of(whole, model.shapes, turning.writer)
+                kept_weights = weights_of(whole, model.shapes, writes_words(model))
             for name, fit in scales.items():
                 steps[name] = weighted(fit, kept_weights, model.shapes, n_leading)
         # 3. At each checkpoint, the sketch, its components, and how it curves between classes.

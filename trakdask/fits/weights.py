@@ -96,7 +96,7 @@ def _facts_at(both: np.ndarray, widths: list[int], step: Curvature) -> tuple[np.
         kernel = wide @ wide.T
         weighted = roots[:, None] * kernel * roots
         trace, squares = np.trace(weighted), np.square(weighted).sum()
-        lam = step.damping_prior * trace / n or 1.0  # of gradients that are 0, all is 0
+        lam = 10**0.75 * trace / n or 1.0  # as with weights; of gradients that are 0, all is 0
         # Scores φᵀ (Σ h φ φᵀ + λ)⁻¹ φ for the first samples, from products of samples alone.
         solved = np.linalg.solve(weighted + lam * np.eye(n), roots[:, None] * kernel[:, :_TARGETS])
         scores = (kernel[:, :_TARGETS] - (kernel * roots) @ solved) / lam

@@ -10,14 +10,20 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from trakdask.models.attention import projections
-from trakdask.models.rules import CHANNEL_NORMS, CONVOLUTIONS, SLICEABLE, GradientRule, rules_of
+from trakdask.models.rules import (
+    CHANNEL_NORMS,
+    CONVOLUTIONS,
+    SLICEABLE,
+    TRANSPOSED,
+    GradientRule,
+    rules_of,
+)
 from trakdask.models.tasks import Task, TrakTask
 
 # Layers whose result at one token depends on several, or that have no axis of tokens.
 _ACROSS_TOKENS = (
     *(nn.MultiheadAttention, nn.RNNBase, nn.SyncBatchNorm),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-    *(CONVOLUTIONS + CHANNEL_NORMS),
+    *(CONVOLUTIONS + TRANSPOSED + CHANNEL_NORMS),
 )
 
 

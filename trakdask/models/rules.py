@@ -31,6 +31,7 @@ _PATCH_ELEMENTS = 1 << 21  # elements of the patches extracted at once: 8 MB
 
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+TRANSPOSED = nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 CHANNEL_NORMS = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -51,6 +52,17 @@ def rules_of(module: Any) -> Mapping[str, GradientRule]:
     if layer is nn.Embedding and (module.scale_grad_by_freq or module.max_norm is not None):
         return {}
     return _RULES.get(layer, {})
+
+
+def output_axis(module: nn.Module) -> int:
+    """Return the axis of a layer's weight along which its outputs are.
+
+    Examples
+    --------
+    >>> output_axis(nn.Linear(2, 3)), output_axis(nn.ConvTranspose2d(2, 3, 1))
+    (0, 1)
+    """
+    return int(isinstance(module, TRANSPOSED) or rules_of(module) is _CONV1D)
 
 
 @lru_cache(maxsize=1024)

@@ -77,7 +77,8 @@ def planned_fit(
     turning, n_turned = 0.0, n_gradients - n_few
     if has_curvature:
         kept += 4 * n_parameters + 8 * n_leading
-        for name, axis, columns, _ in factors_of(shapes, Turning(block=LONGEST_BLOCK)):
+        outputs = dict.fromkeys(shapes, 0)  # of nearly all layers: attrs do not name the others
+        for name, axis, columns, _ in factors_of(shapes, Turning(outputs, LONGEST_BLOCK)):
             size, d = math.prod(shapes[name]), columns.stop - columns.start
             part = size * d / axes_of(shapes[name])[axis]
             operations += 2 * n_few * _SKETCHED * (part + d**2) + 9 * d**3

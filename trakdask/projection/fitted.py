@@ -53,19 +53,23 @@ class Curvature:
         follows projects the others.
     weights
         What the scale of each group of parameters is multiplied by, and why; None for 1.
-    writer
-        The matrix that writes the words of a language model: words have no eigenvectors.
+    kept
+        By matrix, the axis that has no eigenvectors: that of the outputs of its layer. None in
+        older stores, where outputs have some, too.
     block
         The longest part of an axis that has eigenvectors of its own; None in older stores, where
         axes are whole.
+    writer
+        In older stores, the one matrix whose first axis has no eigenvectors: that of words.
     """
 
     damping: float
     power: float | None
     leading: int
     weights: Weights | None = None
-    writer: str | None = None
+    kept: Mapping[str, int] | None = None
     block: int | None = None
+    writer: str | None = None
 
     kind: ClassVar[str] = "curvature"
     arrays: ClassVar[Mapping[str, str]] = {
@@ -77,12 +81,20 @@ class Curvature:
         "(L + d mean(L))^-1/2 U^T grad f, with eigenvalues L and eigenvectors U of the curvature; "
         "the first columns are leading coordinates, which P^T takes as 0"
     )
-    damping_prior: ClassVar[float] = 10**0.75
+
+    @property
+    def damping_prior(self) -> float:
+        """How much larger λ is than for a random projection; older stores keep theirs.
+
+        Chosen by ``2026-11-30-outputs.txt``, where a language model, with weights, lost 0.006 to
+        0.008 with the smaller one.
+        """
+        return 10 ** (0.5 if self.kept and not self.weights else 0.75)
 
     @property
     def turning(self) -> Turning:
         """Which axes have eigenvectors."""
-        return Turning(self.writer, self.block)
+        return Turning(self.kept or ({self.writer: 0} if self.writer else {}), self.block)
 
     def differentiated(self, shapes: Shapes) -> list[str]:
         """Return the parameters that have a weight."""
@@ -92,7 +104,6 @@ class Curvature:
 
     def __repr__(self) -> str:
         values = f"damping={self.damping}, power={self.power}, leading={self.leading}"
-        values += f", writer={self.writer!r}" if self.writer else ""
         values += f", block={self.block}" if self.block else ""
         weights = self.weights or {}
         order = sorted(
@@ -202,7 +213,7 @@ class Fitted:
                 steps.append(step.spec())
                 continue
             # The specs of older stores, without these options, are as they were.
-            younger = "weights", "writer", "block"
+            younger = "weights", "kept", "block", "writer"
             values = {n: v for n, v in asdict(step).items() if v or n not in younger}
             steps.append({"kind": step.kind, **values})
         return steps[0] if self.is_random else {"kind": KIND, "steps": steps}
