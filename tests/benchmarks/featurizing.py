@@ -18,7 +18,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from _machine import in_a_process
 
@@ -86,7 +86,7 @@ def _by_trakdask(  # type: ignore[no-untyped-def]
     }
     if not with_fit:
         return random
-    maps = _fitted_maps(shapes)
+    maps = _fitted_maps(net)
     sketch = maps.components.new_ones(size, len(maps.components))
 
     def fitted_features() -> None:
@@ -98,20 +98,24 @@ def _by_trakdask(  # type: ignore[no-untyped-def]
     return random | {FITTED: fitted_features, PRODUCT: lambda: sketch @ maps.components}
 
 
-def _fitted_maps(shapes: Mapping[str, tuple[int, ...]]):  # type: ignore[no-untyped-def]
+def _fitted_maps(net):  # type: ignore[no-untyped-def]
     """Return the steps of a fit, as wide as for this model, with numbers that are made up."""
     import numpy as np
     import torch
 
+    import trakdask as td
+    from trakdask.fits.curvatures import kept_axes
     from trakdask.planning.fits import sketch_of
     from trakdask.projection import SJLT, RowMap
     from trakdask.projection.fitted import Components, Curvature, Fitted
     from trakdask.projection.maps import Maps
     from trakdask.tensors import LONGEST_BLOCK, factors_of
 
+    model = td.Model(net, task="image_classification")
+    shapes = {name: p.shape for name, p in net.named_parameters()}
     rng, n_rows = np.random.default_rng(0), sum(map(math.prod, shapes.values()))
     width = sketch_of(shapes).proj_dim
-    step = Curvature(10.0, 0.5, width // 2, block=LONGEST_BLOCK)
+    step = Curvature(10.0, 0.5, width // 2, kept=kept_axes(model), block=LONGEST_BLOCK)
     factors = [*factors_of(shapes, step.turning)]
     arrays = {
         "curvature_eigenvectors": np.zeros(factors[-1][-1].stop, "f4"),

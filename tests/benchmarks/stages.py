@@ -60,7 +60,7 @@ def show(model: str, turns: int, rate: dict[str, float]) -> None:
     subject, n = SUBJECTS[model], JOBS[model][0]
     net, batch = subject.build().eval(), subject.inputs(n)
     parameters = {name: p.detach() for name, p in net.named_parameters()}
-    maps = _fitted_maps({name: p.shape for name, p in parameters.items()})
+    maps = _fitted_maps(net)
     forward = Forward(net, parameters, dict(net.named_buffers()))
     gradients = partial(hooks_gradients, forward, ImageClassification(), batch, list(parameters))
 
