@@ -23,6 +23,7 @@ FILES = (
     "2026-11-28-leaderboard-language.txt",
     "2026-11-29-leaderboard.txt",
     "2026-11-30-leaderboard-texts.txt",
+    "2026-11-30-leaderboard.txt",
 )
 SHOWN = {"trakdask, halves": "10", "BM25": "1"}
 """How many checkpoints a method has; 3 where none is named."""
