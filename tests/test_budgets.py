@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 
-LINES_OF_PACKAGE = 23_598
+LINES_OF_PACKAGE = 23_597
 LINES_OF_TESTS = 24_619
 LINES_OF_BENCHMARKS = 1_990
 NAMED_TYPES = 186

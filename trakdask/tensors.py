@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +45,7 @@ Rotations = dict[str, dict[int, list[Tensor]]]
 class Turning(NamedTuple):
     """Which axes get the coordinates of eigenvectors, and how many coordinates these mix."""
 
-    kept: Mapping[str, int] = MappingProxyType({})
+    kept: Mapping[str, int]
     """By matrix, the axis that keeps its coordinates, which is mostly that of outputs."""
     block: int | None = None
     """The longest part of an axis that has eigenvectors of its own; None for whole axes."""

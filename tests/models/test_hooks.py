@@ -367,7 +367,7 @@ def test_hooks__gradients_written_where_the_sink_says(layer: str) -> None:
 @pytest.mark.parametrize("block", [None, 2])
 def test_hooks__coordinates_are_those_of_the_loop(layer: str, block: int | None) -> None:
     build, x = LAYERS[layer]
-    model, turning = Model(made(build), task=Total()), Turning(block=block)
+    model, turning = Model(made(build), task=Total()), Turning({}, block)
     places = [place for *_, place in factors_of(model.shapes, turning)]
     vectors = normal(places[-1].stop).numpy()
     matrices = rotations(vectors, model.shapes, torch.device("cpu"), turning)

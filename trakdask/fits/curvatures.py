@@ -412,7 +412,7 @@ def eigenvectors_of(sums: np.ndarray, shapes: Shapes, turning: Turning) -> np.nd
     Examples
     --------
     >>> sums = np.array([1.0, 0, 0, 4, 9, 0, 0, 16])
-    >>> eigenvectors_of(sums, {"weight": (2, 2)}, Turning()).tolist()
+    >>> eigenvectors_of(sums, {"weight": (2, 2)}, Turning({})).tolist()
     [1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0]
     """
     vectors = np.empty(sums.shape, np.float32)

@@ -38,7 +38,7 @@ _POWER = 0.5
 
 _LARGER = 0.3
 """How much larger the correlation without curvature must be, in Fisher's z. It was larger by 0.304
-to 0.391 on two tasks, where curvature lost 0.026 to 0.079 of the LDS, and by at most 0.258 on 28
+to 0.391 on two tasks, where curvature lost 0.026 to 0.079 of the LDS, and by at most 0.258 on 26
 others. See ``2026-11-30-outputs.txt``."""
 
 
