@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
 LINES, PEERS = "2026-11-30-readme.txt", "2026-11-23-compare_peers.txt"
 OURS, THEIRS = "2026-11-30-leaderboard.txt", "2026-11-24-leaderboard.txt"
-COSTS = "2026-11-30-leaderboard-costs.txt"
+COSTS = "2026-11-30-leaderboard-costs-2.txt"
 MEMORY, STORE, FITS = "2026-11-23-memory.txt", "2026-11-23-store.txt", "2026-11-24-fits.txt"
 FOLDER, BACKDOOR = "folder.ipynb", "backdoor.ipynb"
 
